@@ -1,1 +1,20 @@
+//! Memory, threads and kernels behind a safe interface.
+//!
+//! Beside `resource-api` this is the only crate of the workspace with `unsafe` code: what it exports
+//! is safe to call with any input, and every wrong input is an [`Error`] or a documented panic.
+//!
+//! Kernels choose their instructions at run time by [`CpuFeatures`]. At one feature level a row's
+//! result depends on that row alone: every reduction has one fixed order, so neither the number of
+//! rows, nor a row's place among them, nor the number of threads changes a single bit.
 
+mod block_type;
+mod cpu;
+mod error;
+mod mapped_file;
+mod parallel;
+
+pub use block_type::BlockType;
+pub use cpu::pool::Pool;
+pub use error::{Error, Result};
+pub use mapped_file::MappedFile;
+pub use parallel::{Parallel, Serial, for_each_chunk_mut};

@@ -1,0 +1,3 @@
+//! The CPU back end.
+
+pub(crate) mod pool;
