@@ -1,1 +1,19 @@
+//! Host of resource plugins: configuration, discovery and checks of plugins, order of building.
+//!
+//! The way from files to a running engine: [`config`] reads the engine's TOML, [`discovery`] scans
+//! the plugin directories for manifests ([`manifest`]), [`elf`] checks a library before anything
+//! maps it, [`order`] puts the resources into the order in which they are built.
 
+#![forbid(unsafe_code)]
+
+pub mod config;
+pub mod discovery;
+pub mod document;
+pub mod elf;
+pub mod error;
+pub mod manifest;
+pub mod order;
+pub mod suggest;
+
+pub use config::Config;
+pub use error::{Error, ErrorKind, Result};

@@ -1,0 +1,286 @@
+//! Finds plugins: scans the plugin directories for manifests, without opening any library.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use crate::document::{self, Problem, Problems};
+use crate::elf::{self, CheckedFile, LibraryError};
+use crate::error::{Error, Result};
+use crate::manifest::{ApiVersion, Manifest};
+use crate::suggest;
+
+pub mod policy;
+
+use policy::Policy;
+
+/// What the scan depends on beside the directories.
+#[derive(Debug, Clone, Copy)]
+pub struct Options {
+    /// The strict directory rules, see [`policy`].
+    pub strict: bool,
+    /// The contract's version in this host; plugins built against another major are refused.
+    pub api: ApiVersion,
+}
+
+/// What became of one manifest.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum State {
+    /// The library may be checked and loaded.
+    Usable,
+    /// `enabled = false`.
+    Disabled,
+    /// Not to be used; the reason in one line, with the manifest's path.
+    Refused(String),
+}
+
+/// One manifest found.
+#[derive(Debug, Clone)]
+pub struct Discovered {
+    /// Path of the manifest.
+    pub path: PathBuf,
+    /// Its content; `None` where it could not be understood.
+    pub manifest: Option<Manifest>,
+    /// Whether the plugin can be used.
+    pub state: State,
+    /// Every problem of the manifest, each with its place; the state's reason is their short form.
+    pub problems: Problems,
+    policy: Policy,
+}
+
+impl Discovered {
+    /// The plugin's name; the manifest's file name where it could not be understood.
+    pub fn name(&self) -> String {
+        match &self.manifest {
+            Some(manifest) => manifest.name.clone(),
+            None => self.path.file_stem().unwrap_or_default().to_string_lossy().into_owned(),
+        }
+    }
+
+    /// Where the library lies: absolute, beside the manifest. `None` without a manifest.
+    pub fn library_path(&self) -> Option<PathBuf> {
+        let manifest = self.manifest.as_ref()?;
+        Some(self.policy.directory().join(&manifest.library))
+    }
+
+    /// Opens the library and runs all checks of the file stage, the manifest's pin among them.
+    /// Plugins that are not [`State::Usable`] are not opened.
+    pub fn check_library(&self) -> Result<CheckedFile, LibraryError> {
+        let refuse = |reason: &str| LibraryError { path: self.path.clone(), reason: reason.into() };
+        match (&self.state, &self.manifest, self.library_path()) {
+            (State::Usable, Some(manifest), Some(library)) => {
+                elf::check_file(&library, &self.policy, manifest.sha256)
+            }
+            (State::Refused(_), ..) => {
+                Err(refuse(self.problems.0.first().map_or("refused", |p| &p.message)))
+            }
+            _ => Err(refuse("the plugin is disabled (enabled = false)")),
+        }
+    }
+
+    fn refuse(&mut self, reason: String) {
+        self.problems.0.push(Problem::of_file(document::shown(&self.path), reason));
+        self.state = State::Refused(self.problems.one_line());
+    }
+}
+
+/// The result of a scan: every manifest, by directory as configured and then by file name.
+#[derive(Debug, Clone, Default)]
+pub struct Discovery {
+    /// Every manifest found.
+    pub plugins: Vec<Discovered>,
+}
+
+/// Scans `dirs` (not their subdirectories) for files named `*.toml`; hidden files are skipped.
+///
+/// A directory that is missing, unreadable, no directory or open to strangers is an error, all of
+/// them reported together. A bad manifest is none: it is listed as refused, the others work.
+pub fn discover(dirs: &[PathBuf], options: &Options) -> Result<Discovery> {
+    let mut problems = Vec::new();
+    let mut plugins: Vec<Discovered> = Vec::new();
+    let mut seen: Vec<PathBuf> = Vec::new();
+    for dir in dirs {
+        match scan(dir, options.strict) {
+            Err(reason) => problems
+                .push(Problem::of_file(document::shown(dir), format!("plugin directory {reason}"))),
+            // One directory under two names is not two plugins.
+            Ok((policy, _)) if seen.iter().any(|known| known == policy.directory()) => {}
+            Ok((policy, manifests)) => {
+                seen.push(policy.directory().to_owned());
+                plugins.extend(manifests.into_iter().map(|path| inspect(path, &policy, options)));
+            }
+        }
+    }
+    if !problems.is_empty() {
+        return Err(Error::Discovery(Problems(problems)));
+    }
+    refuse_duplicates(&mut plugins);
+    Ok(Discovery { plugins })
+}
+
+/// The rules of a directory and its manifests in the order of their names' bytes.
+fn scan(dir: &Path, strict: bool) -> Result<(Policy, Vec<PathBuf>), String> {
+    let policy = Policy::of_directory(dir, strict)?;
+    let unreadable = |error: std::io::Error| format!("cannot be read: {error}");
+    let mut names = Vec::new();
+    for entry in fs::read_dir(dir).map_err(unreadable)? {
+        let name = entry.map_err(unreadable)?.file_name();
+        let is_toml = Path::new(&name).extension().is_some_and(|ext| ext == "toml");
+        if is_toml && !name.as_encoded_bytes().starts_with(b".") {
+            names.push(name);
+        }
+    }
+    names.sort();
+    Ok((policy, names.into_iter().map(|name| dir.join(name)).collect()))
+}
+
+fn inspect(path: PathBuf, policy: &Policy, options: &Options) -> Discovered {
+    let mut found = Discovered {
+        path,
+        manifest: None,
+        state: State::Usable,
+        problems: Problems::default(),
+        policy: policy.clone(),
+    };
+    let opened = policy.check_link(&found.path).and_then(|()| {
+        let file = document::open_regular(&found.path)
+            .map_err(|error| format!("cannot be read: {error}"))?;
+        policy.check_open_file(&file).map(|()| file)
+    });
+    let file = match opened {
+        Ok(file) => file,
+        Err(reason) => {
+            found.refuse(reason);
+            return found;
+        }
+    };
+    match Manifest::read(&file, &found.path) {
+        Err(error) => {
+            found.state = match error.disabled {
+                true => State::Disabled,
+                false => State::Refused(error.problems.one_line()),
+            };
+            found.problems = error.problems;
+        }
+        Ok(manifest) => {
+            let enabled = manifest.enabled;
+            let refused = manifest_refusal(&manifest, policy, options);
+            found.manifest = Some(manifest);
+            match refused {
+                _ if !enabled => found.state = State::Disabled,
+                Some(reason) => found.refuse(reason),
+                None => {}
+            }
+        }
+    }
+    found
+}
+
+/// Why an enabled plugin with a sound manifest cannot be used nevertheless.
+fn manifest_refusal(manifest: &Manifest, policy: &Policy, options: &Options) -> Option<String> {
+    if manifest.api.major != options.api.major {
+        let newer = manifest.api.major > options.api.major;
+        return Some(format!(
+            "built against contract {}, this host speaks {}: {}",
+            manifest.api,
+            options.api,
+            if newer { "update the host" } else { "rebuild the plugin" }
+        ));
+    }
+    if !manifest.enabled {
+        return None;
+    }
+    // Only a look at the directory: the library is opened when it is loaded.
+    match fs::metadata(policy.directory().join(&manifest.library)) {
+        Ok(metadata) if metadata.is_file() => None,
+        Ok(_) => Some(format!("library {:?} is not a regular file", manifest.library)),
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
+            Some(format!("library {:?} does not exist beside the manifest", manifest.library))
+        }
+        Err(error) => Some(format!("library {:?} cannot be read: {error}", manifest.library)),
+    }
+}
+
+/// Two usable plugins of one name or kind are both refused: which one was meant is for the operator
+/// to say, by disabling the other.
+fn refuse_duplicates(plugins: &mut [Discovered]) {
+    let mut claims: BTreeMap<(&str, String), Vec<usize>> = BTreeMap::new();
+    for (i, plugin) in plugins.iter().enumerate() {
+        let Some(manifest) = plugin.manifest.as_ref().filter(|_| plugin.state == State::Usable)
+        else {
+            continue;
+        };
+        claims.entry(("name", manifest.name.clone())).or_default().push(i);
+        for kind in &manifest.kinds {
+            claims.entry(("kind", kind.clone())).or_default().push(i);
+        }
+    }
+    for ((what, value), claimants) in claims {
+        for &i in &claimants {
+            let others: Vec<String> = claimants
+                .iter()
+                .filter(|&&other| other != i)
+                .map(|&other| plugins[other].path.display().to_string())
+                .collect();
+            if !others.is_empty() {
+                let reason = format!(
+                    "{what} {value:?} is claimed by {} too: set enabled = false in one of them",
+                    others.join(", ")
+                );
+                plugins[i].refuse(reason);
+            }
+        }
+    }
+}
+
+impl Discovery {
+    /// Plugins that may be loaded.
+    pub fn usable(&self) -> impl Iterator<Item = (&Discovered, &Manifest)> {
+        self.plugins
+            .iter()
+            .filter(|plugin| plugin.state == State::Usable)
+            .filter_map(|plugin| Some((plugin, plugin.manifest.as_ref()?)))
+    }
+
+    /// The kinds that can be built, in alphabetical order, each with its plugin.
+    pub fn kinds(&self) -> BTreeMap<&str, &Discovered> {
+        self.usable()
+            .flat_map(|(plugin, manifest)| manifest.kinds.iter().map(move |k| (&**k, plugin)))
+            .collect()
+    }
+
+    /// The plugin that builds `kind`; the error is one line that says which kinds there are, and
+    /// why a plugin that would have it cannot be used.
+    pub fn provider(&self, kind: &str) -> Result<&Discovered, String> {
+        let kinds = self.kinds();
+        if let Some(plugin) = kinds.get(kind) {
+            return Ok(plugin);
+        }
+        let claims = |plugin: &&Discovered| {
+            plugin
+                .manifest
+                .as_ref()
+                .is_some_and(|manifest| manifest.kinds.iter().any(|k| k == kind))
+        };
+        if let Some(plugin) = self.plugins.iter().find(claims) {
+            let why = match &plugin.state {
+                State::Refused(reason) => format!("refused: {reason}"),
+                _ => format!("disabled (enabled = false in {})", plugin.path.display()),
+            };
+            return Err(format!(
+                "kind {kind:?} is offered by plugin {:?}, which is {why}",
+                plugin.name()
+            ));
+        }
+        let refused = self.plugins.iter().filter(|p| matches!(p.state, State::Refused(_))).count();
+        let refused = match refused {
+            0 => String::new(),
+            n => format!("; {n} refused, see `engine-host plugin list`"),
+        };
+        Err(format!(
+            "kind {kind:?} is offered by no plugin{} (kinds there are: {}{refused})",
+            suggest::did_you_mean(kind, kinds.keys().copied()),
+            suggest::listed(kinds.keys().copied()),
+        ))
+    }
+}

@@ -1,0 +1,175 @@
+//! The dynamic section of an ELF image: what the linker would do to the process beside mapping.
+
+use super::header::{Fields, Image, PT_DYNAMIC, PT_LOAD, Segment};
+use crate::suggest;
+
+const DYN_SIZE: u64 = 16;
+
+const DT_NULL: u64 = 0;
+const DT_NEEDED: u64 = 1;
+const DT_STRTAB: u64 = 5;
+const DT_STRSZ: u64 = 10;
+const DT_TEXTREL: u64 = 22;
+const DT_FLAGS: u64 = 30;
+const DT_FLAGS_1: u64 = 0x6fff_fffb;
+const DT_AUXILIARY: u64 = 0x7fff_fffd;
+const DT_FILTER: u64 = 0x7fff_ffff;
+const DF_TEXTREL: u64 = 4;
+const DF_1_PIE: u64 = 0x0800_0000;
+
+/// Libraries that a plugin may need: the C run time, which is in the process anyway, and the GPU
+/// driver's. Any other would have to be found by name in the host's search path, where two plugins
+/// that bundle different builds under one name both get the first. Entries end where a version
+/// may follow.
+const ALLOWED_LIBRARIES: &[&str] = &[
+    "libc.so",
+    "libm.so",
+    "libgcc_s.so",
+    "libdl.so",
+    "libpthread.so",
+    "librt.so",
+    "libutil.so",
+    "libcuda.so",
+    "libcudart.so",
+    "libnvrtc.so",
+    "libcublas.so",
+    "libcublasLt.so",
+    "libnccl.so",
+    "libnvidia-ml.so",
+    "ld-linux-x86-64.so",
+    "ld-linux-aarch64.so",
+];
+
+/// Entries of the dynamic section, up to its end mark.
+pub(super) struct Dynamic(Vec<(u64, u64)>);
+
+impl Dynamic {
+    pub(super) fn read(image: &Image<'_>, segments: &[Segment]) -> Result<Self, String> {
+        let mut sections = segments.iter().filter(|segment| segment.kind == PT_DYNAMIC);
+        let section = sections.next().ok_or("not a shared library: no dynamic section")?;
+        // The linker would follow the last one, other tools the first.
+        if sections.next().is_some() {
+            return Err("corrupt: two dynamic sections".to_owned());
+        }
+        // The linker reads the section where it is mapped, not where its own header says it is.
+        let offset = file_offset(segments, section.address)
+            .filter(|&offset| offset == section.offset)
+            .ok_or("corrupt: the dynamic section lies outside the loaded segments")?;
+        let bytes = image.read("the dynamic section", offset, section.file_size)?;
+        let mut entries = Vec::new();
+        for entry in bytes.chunks_exact(DYN_SIZE as usize) {
+            let fields = Fields(entry);
+            match fields.u64(0) {
+                DT_NULL => return Ok(Self(entries)),
+                tag => entries.push((tag, fields.u64(8))),
+            }
+        }
+        Err("corrupt: the dynamic section has no end".to_owned())
+    }
+
+    fn values(&self, tag: u64) -> impl Iterator<Item = u64> {
+        self.0.iter().filter(move |entry| entry.0 == tag).map(|entry| entry.1)
+    }
+
+    pub(super) fn check_flags(&self) -> Result<(), String> {
+        if self.values(DT_FLAGS_1).any(|flags| flags & DF_1_PIE != 0) {
+            return Err("a position-independent executable, not a shared library".to_owned());
+        }
+        let textrel_flag = self.values(DT_FLAGS).any(|flags| flags & DF_TEXTREL != 0);
+        if textrel_flag || self.values(DT_TEXTREL).next().is_some() {
+            return Err("has text relocations (rebuild with -fPIC)".to_owned());
+        }
+        Ok(())
+    }
+
+    pub(super) fn check_needed(
+        &self,
+        image: &Image<'_>,
+        segments: &[Segment],
+    ) -> Result<(), String> {
+        // Filters are loaded like needed libraries.
+        let named = [DT_NEEDED, DT_AUXILIARY, DT_FILTER];
+        let names: Vec<u64> = named.iter().flat_map(|&tag| self.values(tag)).collect();
+        if names.is_empty() {
+            return Ok(());
+        }
+        let strings = self.strings(image, segments)?;
+        for name_at in names {
+            let name = usize::try_from(name_at)
+                .ok()
+                .and_then(|at| strings.get(at..))
+                .and_then(|rest| rest.split(|&b| b == 0).next().filter(|n| n.len() < rest.len()))
+                .ok_or("corrupt: the name of a needed library lies outside the string table")?;
+            let name = String::from_utf8_lossy(name);
+            if !is_allowed(&name) {
+                return Err(format!(
+                    "needs {name:?}, which is not a library plugins may need ({}): link it \
+                     statically",
+                    suggest::listed(
+                        ALLOWED_LIBRARIES.iter().map(|entry| entry.trim_end_matches(".so"))
+                    )
+                ));
+            }
+        }
+        Ok(())
+    }
+
+    fn strings(&self, image: &Image<'_>, segments: &[Segment]) -> Result<Vec<u8>, String> {
+        // The linker follows the last entry of a tag.
+        let address = self.values(DT_STRTAB).last();
+        let len = self.values(DT_STRSZ).last();
+        let (Some(address), Some(len)) = (address, len) else {
+            return Err("corrupt: no string table".to_owned());
+        };
+        let offset = file_offset(segments, address)
+            .ok_or("corrupt: the string table lies outside the loaded segments")?;
+        image.read("the string table", offset, len)
+    }
+}
+
+/// Where the byte at virtual `address` lies in the file. Later segments are mapped over earlier
+/// ones, so the last that covers the address counts.
+fn file_offset(segments: &[Segment], address: u64) -> Option<u64> {
+    segments.iter().filter(|segment| segment.kind == PT_LOAD).rev().find_map(|segment| {
+        let within = address.checked_sub(segment.address)?;
+        if within < segment.file_size { segment.offset.checked_add(within) } else { None }
+    })
+}
+
+fn is_allowed(name: &str) -> bool {
+    ALLOWED_LIBRARIES.iter().any(|allowed| {
+        name.strip_prefix(allowed).is_some_and(|version| {
+            version.is_empty()
+                || (version.starts_with('.')
+                    && version
+                        .split('.')
+                        .skip(1)
+                        .all(|part| !part.is_empty() && part.bytes().all(|b| b.is_ascii_digit())))
+        })
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::is_allowed;
+
+    #[test]
+    fn allow_list_knows_names_and_versions() {
+        for name in
+            ["libc.so.6", "libm.so.6", "libgcc_s.so.1", "ld-linux-x86-64.so.2", "libcuda.so"]
+        {
+            assert!(is_allowed(name), "{name}");
+        }
+        for name in [
+            "",
+            "libc.so.",
+            "libc.so.6evil",
+            "libcc.so",
+            "libcx.so.1",
+            "./libc.so.6",
+            "libstdc++.so.6",
+        ] {
+            assert!(!is_allowed(name), "{name}");
+        }
+    }
+}

@@ -1,0 +1,214 @@
+//! Checks of an ELF image against what the dynamic linker takes on trust.
+//!
+//! The linker maps segments without asking whether the file is long enough (a truncated file is a
+//! SIGBUS later), obeys a request for an executable stack, and loads whatever other libraries the
+//! file names. All reads here are checked against the size of the file.
+
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+
+use super::dynamic::Dynamic;
+
+const EHDR_SIZE: u64 = 64;
+const PHDR_SIZE: u64 = 56;
+
+const ET_DYN: u16 = 3;
+const EM_X86_64: u16 = 62;
+const EM_AARCH64: u16 = 183;
+const PN_XNUM: u16 = 0xffff;
+
+pub(super) const PT_LOAD: u32 = 1;
+pub(super) const PT_DYNAMIC: u32 = 2;
+const PT_GNU_STACK: u32 = 0x6474_e551;
+const PF_X: u32 = 1;
+
+/// Sections that are read whole are refused beyond this; a real plugin's are a few KiB.
+const MAX_TABLE_BYTES: u64 = 64 << 20;
+
+/// Checks that `file`, of `size` bytes, is a shared library that this process can map safely.
+/// The error is one line without the file's name.
+pub fn check_image(file: &File, size: u64) -> Result<(), String> {
+    let image = Image { file, size };
+    let header = Header::read(&image)?;
+    let segments = header.segments(&image)?;
+    check_stack(&segments)?;
+    let dynamic = Dynamic::read(&image, &segments)?;
+    dynamic.check_flags()?;
+    dynamic.check_needed(&image, &segments)
+}
+
+/// The file with its size; every read stays inside.
+pub(super) struct Image<'f> {
+    file: &'f File,
+    size: u64,
+}
+
+impl Image<'_> {
+    pub(super) fn read(&self, what: &str, offset: u64, len: u64) -> Result<Vec<u8>, String> {
+        self.contains(what, offset, len)?;
+        if len > MAX_TABLE_BYTES {
+            return Err(format!("{what} has {len} bytes, which no plugin needs"));
+        }
+        let mut bytes = vec![0; usize::try_from(len).map_err(|e| e.to_string())?];
+        self.file
+            .read_exact_at(&mut bytes, offset)
+            .map_err(|error| format!("{what} cannot be read: {error}"))?;
+        Ok(bytes)
+    }
+
+    fn contains(&self, what: &str, offset: u64, len: u64) -> Result<(), String> {
+        match offset.checked_add(len) {
+            Some(end) if end <= self.size => Ok(()),
+            Some(end) => {
+                Err(format!("truncated: {what} ends at byte {end}, the file has {}", self.size))
+            }
+            None => Err(format!("corrupt: {what} starts at byte {offset} and has {len} bytes")),
+        }
+    }
+}
+
+/// Little-endian fields of a record; a field outside reads as 0, which no caller's layout allows.
+pub(super) struct Fields<'b>(pub(super) &'b [u8]);
+
+impl Fields<'_> {
+    fn bytes<const N: usize>(&self, at: usize) -> [u8; N] {
+        self.0.get(at..at + N).and_then(|b| b.try_into().ok()).unwrap_or([0; N])
+    }
+    fn u16(&self, at: usize) -> u16 {
+        u16::from_le_bytes(self.bytes(at))
+    }
+    fn u32(&self, at: usize) -> u32 {
+        u32::from_le_bytes(self.bytes(at))
+    }
+    pub(super) fn u64(&self, at: usize) -> u64 {
+        u64::from_le_bytes(self.bytes(at))
+    }
+}
+
+struct Header {
+    segments_at: u64,
+    segment_count: u16,
+}
+
+impl Header {
+    fn read(image: &Image<'_>) -> Result<Self, String> {
+        let magic = image.read("the magic number", 0, image.size.min(4))?;
+        if magic != *b"\x7fELF" {
+            return Err("not an ELF file".to_owned());
+        }
+        if image.size < EHDR_SIZE {
+            return Err(format!("not an ELF file: {} bytes are too few for a header", image.size));
+        }
+        let bytes = image.read("the ELF header", 0, EHDR_SIZE)?;
+        let fields = Fields(&bytes);
+        let [class, data, version] = fields.bytes(4);
+        if class != 2 {
+            return Err("a 32-bit library, the host is 64-bit: rebuild the plugin".to_owned());
+        }
+        if data != 1 {
+            return Err("a big-endian library, the host is little-endian".to_owned());
+        }
+        if version != 1 {
+            return Err(format!("ELF version {version}, only 1 is known"));
+        }
+        let machine = fields.u16(18);
+        if Some(machine) != host_machine() {
+            return Err(format!(
+                "built for {}, the host is {}: rebuild the plugin",
+                machine_name(machine),
+                std::env::consts::ARCH
+            ));
+        }
+        match fields.u16(16) {
+            ET_DYN => {}
+            1 => return Err("an object file, not a shared library (link a cdylib)".to_owned()),
+            2 => return Err("an executable, not a shared library".to_owned()),
+            4 => return Err("a core dump, not a shared library".to_owned()),
+            other => return Err(format!("ELF type {other}, not a shared library")),
+        }
+        let (entry_size, segment_count) = (fields.u16(54), fields.u16(56));
+        if u64::from(entry_size) != PHDR_SIZE {
+            return Err(format!("corrupt: program headers of {entry_size} bytes"));
+        }
+        if segment_count == 0 || segment_count == PN_XNUM {
+            return Err(format!("corrupt: {segment_count} program headers"));
+        }
+        Ok(Self { segments_at: fields.u64(32), segment_count })
+    }
+
+    fn segments(&self, image: &Image<'_>) -> Result<Vec<Segment>, String> {
+        let len = u64::from(self.segment_count) * PHDR_SIZE;
+        let table = image.read("the program header table", self.segments_at, len)?;
+        let segments: Vec<Segment> =
+            table.chunks_exact(PHDR_SIZE as usize).map(Segment::parse).collect();
+        for (i, segment) in segments.iter().enumerate() {
+            let what = format!("segment {i}");
+            image.contains(&what, segment.offset, segment.file_size)?;
+            if segment.kind == PT_LOAD && segment.file_size > segment.memory_size {
+                return Err(format!("corrupt: {what} is larger in the file than in memory"));
+            }
+        }
+        if !segments.iter().any(|segment| segment.kind == PT_LOAD) {
+            return Err("corrupt: nothing to load".to_owned());
+        }
+        Ok(segments)
+    }
+}
+
+fn host_machine() -> Option<u16> {
+    match std::env::consts::ARCH {
+        "x86_64" => Some(EM_X86_64),
+        "aarch64" => Some(EM_AARCH64),
+        _ => None,
+    }
+}
+
+fn machine_name(machine: u16) -> String {
+    match machine {
+        3 => "x86 (32-bit)".to_owned(),
+        40 => "arm (32-bit)".to_owned(),
+        EM_X86_64 => "x86_64".to_owned(),
+        EM_AARCH64 => "aarch64".to_owned(),
+        21 => "powerpc64".to_owned(),
+        22 => "s390x".to_owned(),
+        243 => "riscv".to_owned(),
+        other => format!("ELF machine {other}"),
+    }
+}
+
+pub(super) struct Segment {
+    pub(super) kind: u32,
+    flags: u32,
+    pub(super) offset: u64,
+    pub(super) address: u64,
+    pub(super) file_size: u64,
+    memory_size: u64,
+}
+
+impl Segment {
+    fn parse(bytes: &[u8]) -> Self {
+        let fields = Fields(bytes);
+        Self {
+            kind: fields.u32(0),
+            flags: fields.u32(4),
+            offset: fields.u64(8),
+            address: fields.u64(16),
+            file_size: fields.u64(32),
+            memory_size: fields.u64(40),
+        }
+    }
+}
+
+/// glibc makes the stacks of the whole process executable when a library asks for it. On x86-64 it
+/// reads a missing PT_GNU_STACK as such a wish; on aarch64 stacks are not executable by default.
+fn check_stack(segments: &[Segment]) -> Result<(), String> {
+    let stack = segments.iter().rfind(|segment| segment.kind == PT_GNU_STACK);
+    match stack {
+        Some(stack) if stack.flags & PF_X == 0 => Ok(()),
+        Some(_) => Err("demands an executable stack (link with -z noexecstack)".to_owned()),
+        None if cfg!(target_arch = "aarch64") => Ok(()),
+        None => Err("has no PT_GNU_STACK header, which means an executable stack (link with \
+                     -z noexecstack)"
+            .to_owned()),
+    }
+}

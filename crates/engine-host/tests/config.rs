@@ -1,0 +1,235 @@
+//! The engine's configuration: what is accepted, and the exact line for each thing that is not.
+
+use std::path::{Path, PathBuf};
+
+use engine_host::config::{Activations, DEFAULT_CONFIG, Device, KvDtype, default_model_path};
+use engine_host::{Config, ErrorKind};
+
+fn parse(text: &str) -> Config {
+    Config::parse("engine.toml", text, Path::new("/etc/engine")).expect("a good configuration")
+}
+
+/// The problems of `text`, which must be wrong usage.
+fn problems(text: &str) -> Vec<String> {
+    let error = Config::parse("engine.toml", text, Path::new("/etc/engine")).unwrap_err();
+    assert_eq!((error.kind(), error.exit_code()), (ErrorKind::Usage, 2));
+    error.to_string().lines().map(str::to_owned).collect()
+}
+
+#[test]
+fn the_embedded_default() {
+    let config = Config::embedded().unwrap();
+    let kinds: Vec<_> = config.resources.iter().map(|(k, r)| (&**k, &*r.kind)).collect();
+    assert_eq!(
+        kinds,
+        [("attn", "attention"), ("main_kv", "kv"), ("pos", "positions"), ("sampler", "sampler")]
+    );
+    assert_eq!(config.engine.plugin_dirs, [PathBuf::from("plugins")]);
+    assert_eq!(config.model.path, default_model_path());
+    // Its `[engine]` only spells the defaults out.
+    assert_eq!(config.engine, Config::parse("x", "", Path::new("")).unwrap().engine);
+    // The keys that it names in comments are keys.
+    let all = DEFAULT_CONFIG
+        .replace("# threads", "threads")
+        .replace("# max_model_len", "max_model_len")
+        .replace("# path", "path");
+    let config = parse(&all);
+    assert_eq!((config.engine.threads, config.engine.max_model_len), (2, Some(8192)));
+    assert_eq!(config.model.path, Path::new("/etc/engine/SmolLM2-135M-Instruct.Q4_1.gguf"));
+}
+
+#[test]
+fn every_key_is_read() {
+    let config = parse(
+        r#"
+        [engine]
+        device = "cuda:1"
+        kv_dtype = "f32"
+        activations = "int8"
+        plugin_dirs = ["plugins", "/opt/plugins"]
+        strict = true
+        threads = 3
+        max_batch = 0x10
+        max_batch_tokens = 1_000
+        max_model_len = 77
+        [model]
+        path = "models/m.gguf"
+        "#,
+    );
+    let engine = config.engine;
+    assert_eq!(engine.device, Device::Cuda { ordinal: 1 });
+    assert_eq!((engine.kv_dtype, engine.activations), (KvDtype::F32, Activations::Int8));
+    assert_eq!(engine.plugin_dirs, [Path::new("/etc/engine/plugins"), Path::new("/opt/plugins")]);
+    assert!(engine.strict);
+    assert_eq!((engine.threads, engine.max_batch), (3, 16));
+    assert_eq!((engine.max_batch_tokens, engine.max_model_len), (1000, Some(77)));
+    assert_eq!(config.model.path, Path::new("/etc/engine/models/m.gguf"));
+}
+
+#[test]
+fn home_is_expanded() {
+    let home = std::env::var("HOME").expect("HOME is set");
+    let config = parse("[model]\npath = '~/m.gguf'");
+    assert_eq!(config.model.path, Path::new(&home).join("m.gguf"));
+    assert_eq!(
+        problems("[model]\npath = '~bob/m.gguf'"),
+        [
+            "engine.toml:2:8: path in [model] is a path with ~ before a user's name, of which only ~/ \
+          is known"
+        ]
+    );
+}
+
+#[test]
+fn a_kinds_own_settings_are_kept_for_it() {
+    let config = parse(
+        r#"
+[resources.main_kv]
+page_size = 16
+kind = "kv"
+limits = { soft = 0.5, names = ["a", "b"], when = 2026-01-02 }
+nodes = ["decoder"]
+depends_on = ["other"]
+memory = "80%"
+"#,
+    );
+    let kv = &config.resources["main_kv"];
+    assert_eq!(
+        (&*kv.kind, &kv.nodes[..], &kv.depends_on[..]),
+        ("kv", &["decoder".to_owned()][..], &["other".to_owned()][..])
+    );
+    let text: toml::Table = toml::from_str(&kv.settings_text()).unwrap();
+    let expected: toml::Table = toml::from_str(
+        "page_size = 16\nmemory = '80%'\n[limits]\nsoft = 0.5\nnames = ['a', 'b']\nwhen = 2026-01-02",
+    )
+    .unwrap();
+    assert_eq!(text, expected);
+    assert_eq!(kv.places.table, (2, 1));
+    assert_eq!(kv.places.of("memory"), (8, 1));
+    assert_eq!(kv.places.of("absent"), (2, 1));
+}
+
+#[test]
+fn unknown_keys_come_with_the_nearest_name() {
+    assert_eq!(
+        problems("[engine]\n\n  max_bach = 3\n[modle]\npath = 'x'\n[model]\nzebra = 1\n"),
+        [
+            "engine.toml:3:3: unknown key \"max_bach\" in [engine]; did you mean \"max_batch\"?",
+            "engine.toml:4:2: unknown key \"modle\" in the file; did you mean \"model\"?",
+            "engine.toml:7:1: unknown key \"zebra\" in [model]; valid here: path",
+        ]
+    );
+}
+
+#[test]
+fn all_bad_values_are_reported_together() {
+    let found = problems(
+        r#"[engine]
+device = "gpu"
+kv_dtype = "bf61"
+threads = 0
+max_batch = 99999999999999999999999
+max_batch_tokens = -1
+max_model_len = 1.5
+plugin_dirs = []
+strict = "yes"
+[model]
+path = ""
+[resources.kv]
+kind = "k v"
+nodes = []
+[resources.attn]
+kind = 3
+depends_on = ["kv", "kv", 1]
+[resources."a b"]
+kind = "x"
+nodes = ["decoder"]
+[resources]
+flat = 1
+big.number = 9223372036854775808
+"#,
+    );
+    assert_eq!(
+        found,
+        [
+            "engine.toml:2:10: device = \"gpu\" is neither \"cpu\" nor \"cuda:N\"",
+            "engine.toml:3:12: kv_dtype = \"bf61\" in [engine] is not one of f32, f16, bf16; did \
+             you mean \"bf16\"?",
+            "engine.toml:4:11: threads = 0 in [engine] is out of range: it must be 1 to 1024",
+            "engine.toml:5:13: max_batch = 99999999999999999999999 in [engine] is out of range: it \
+             must be 1 to 65536",
+            "engine.toml:6:20: max_batch_tokens = -1 in [engine] is out of range: it must be 1 to \
+             16777216",
+            "engine.toml:7:17: \"max_model_len\" in [engine] must be an integer from 1 to 16777216, \
+             not a float",
+            "engine.toml:8:1: plugin_dirs in [engine] names no directory",
+            "engine.toml:9:10: \"strict\" in [engine] must be true or false, not a string",
+            "engine.toml:11:8: path in [model] is an empty path",
+            "engine.toml:12:1: \"nodes\" in [resources.kv] names no node of the model",
+            "engine.toml:13:8: kind = \"k v\" must be 1 to 64 letters, digits, '_', '-' and '.'",
+            "engine.toml:15:1: [resources.attn] lacks the key \"nodes\"",
+            "engine.toml:16:8: \"kind\" in [resources.attn] must be a string, not an integer",
+            "engine.toml:17:21: \"depends_on\" in [resources.attn] names \"kv\" twice",
+            "engine.toml:17:27: \"depends_on\" in [resources.attn] must be an array of strings, not \
+             an integer",
+            "engine.toml:18:12: resource key \"a b\" must be 1 to 64 letters, digits, '_', '-' and \
+             '.'",
+            "engine.toml:22:8: \"flat\" in [resources] must be a table, not an integer",
+            "engine.toml:23:1: [resources.big] lacks the key \"kind\"",
+            "engine.toml:23:1: [resources.big] lacks the key \"nodes\"",
+            "engine.toml:23:14: the number 9223372036854775808 does not fit into 64 bits",
+        ]
+    );
+}
+
+#[test]
+fn devices() {
+    for (text, device) in [
+        ("cpu", Some(Device::Cpu)),
+        ("cuda:0", Some(Device::Cuda { ordinal: 0 })),
+        ("cuda", None),
+        ("cuda:", None),
+        ("cuda:+1", None),
+        ("cuda:256", None),
+        ("CPU", None),
+    ] {
+        assert_eq!(text.parse().ok(), device, "{text}");
+    }
+}
+
+#[test]
+fn syntax_errors_have_a_place() {
+    let found = problems("[engine]\nthreads = 2\nthreads = 3\n");
+    assert_eq!(found, ["engine.toml:3:1: duplicate key \"threads\""]);
+    assert!(problems("[engine\n")[0].starts_with("engine.toml:1:"));
+    assert!(problems("\u{feff}[engine]\nx")[0].starts_with("engine.toml:2:"));
+    let deep = format!("[model]\npath = {}", "[".repeat(10_000));
+    assert!(problems(&deep)[0].starts_with("engine.toml:2:"));
+}
+
+#[test]
+fn files_that_are_no_text() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("engine.toml");
+    let load = || Config::load(&path).unwrap_err().to_string();
+    let shown = path.display();
+
+    assert!(load().starts_with(&format!("{shown}: cannot be read: ")), "{}", load());
+    std::fs::write(&path, b"[engine]\nthr\xffeads = 1").unwrap();
+    assert_eq!(load(), format!("{shown}:2:4: not valid UTF-8"));
+    std::fs::write(&path, vec![b' '; (1 << 20) + 1]).unwrap();
+    assert_eq!(load(), format!("{shown}: larger than the 1024 KiB allowed"));
+    std::fs::remove_file(&path).unwrap();
+    std::fs::create_dir(&path).unwrap();
+    assert_eq!(load(), format!("{shown}: cannot be read: not a regular file"));
+}
+
+#[test]
+fn paths_count_from_the_file() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("engine.toml");
+    std::fs::write(&path, "[model]\npath = 'm.gguf'").unwrap();
+    let config = Config::load(&path).unwrap();
+    assert_eq!(config.model.path, dir.path().join("m.gguf"));
+    assert_eq!(config.engine.plugin_dirs, [dir.path().join("plugins")]);
+}
