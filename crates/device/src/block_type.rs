@@ -5,7 +5,7 @@ mod codec;
 use half::{bf16, f16};
 
 use crate::error::{Error, Result, check_len};
-pub(crate) use codec::{Codec, Q4_0, Q4_1, Q4K, Q5_0, Q5_1, Q5K, Q6K, Q8_0};
+pub(crate) use codec::{Codec, Q4_0, Q4_1, Q4K, Q5_0, Q5_1, Q5K, Q6K, Q8_0, six_bit_pair};
 
 /// The storage of a tensor's weights, as GGUF numbers and names it.
 ///

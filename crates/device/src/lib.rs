@@ -14,6 +14,9 @@ mod mapped_file;
 mod parallel;
 
 pub use block_type::BlockType;
+pub use cpu::features::{CpuFeatures, set_cpu_features};
+pub use cpu::matrix::{Activations, Matrix, PackOptions, Scratch, matmul_all};
+pub use cpu::memory::AlignedBuffer;
 pub use cpu::pool::Pool;
 pub use error::{Error, Result};
 pub use mapped_file::MappedFile;

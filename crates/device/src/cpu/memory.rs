@@ -1,0 +1,77 @@
+//! Large zeroed allocations straight from the operating system.
+
+use std::ops::{Deref, DerefMut};
+
+use memmap2::MmapMut;
+
+use crate::error::{Error, Result};
+
+/// Bytes that begin on a page, are zero at first, and take up memory only once written.
+#[derive(Debug)]
+pub struct AlignedBuffer {
+    /// `None` for a length of 0, which cannot be mapped.
+    map: Option<MmapMut>,
+}
+
+impl AlignedBuffer {
+    /// Allocates `len` bytes. With `huge_pages` the operating system is asked for large pages, which
+    /// it may refuse without an error: fewer address translations for data that is used all over.
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`] when the operating system refuses the mapping.
+    pub fn zeroed(len: usize, huge_pages: bool) -> Result<Self> {
+        if len == 0 {
+            return Ok(Self { map: None });
+        }
+        let map = MmapMut::map_anon(len)
+            .map_err(|e| Error::OutOfMemory { bytes: len, reason: e.to_string() })?;
+        #[cfg(target_os = "linux")]
+        if huge_pages {
+            let _ = map.advise(memmap2::Advice::HugePage);
+        }
+        let _ = huge_pages;
+        Ok(Self { map: Some(map) })
+    }
+
+    /// Where the bytes begin; on a page, so aligned for everything.
+    pub(crate) fn as_mut_ptr(&mut self) -> *mut u8 {
+        self.map.as_mut().map_or(std::ptr::dangling_mut(), |m| m.as_mut_ptr())
+    }
+}
+
+impl Deref for AlignedBuffer {
+    type Target = [u8];
+
+    fn deref(&self) -> &[u8] {
+        self.map.as_deref().unwrap_or(&[])
+    }
+}
+
+impl DerefMut for AlignedBuffer {
+    fn deref_mut(&mut self) -> &mut [u8] {
+        self.map.as_deref_mut().unwrap_or(&mut [])
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn is_aligned_zero_and_writable() {
+        for len in [0, 1, 4096, 5_000_000] {
+            let mut buffer = AlignedBuffer::zeroed(len, true).unwrap();
+            assert_eq!(buffer.len(), len);
+            assert!(buffer.iter().all(|&b| b == 0));
+            assert!(len == 0 || buffer.as_ptr().addr().is_multiple_of(64));
+            buffer.fill(7);
+            assert!(buffer.iter().all(|&b| b == 7));
+        }
+    }
+
+    #[test]
+    fn more_than_there_is_address_space_is_an_error() {
+        let error = AlignedBuffer::zeroed(1 << 60, false).unwrap_err();
+        assert!(matches!(error, Error::OutOfMemory { .. }), "{error}");
+    }
+}
