@@ -1,0 +1,129 @@
+//! Opening a plugin file that passed the host's checks.
+
+use super::guard::guard;
+use super::layout::{check, check_methods};
+use super::object::open;
+use super::root::{API_VERSION, PluginRootRef};
+use crate::kind::KindHandle;
+use crate::{ErrorKind, HostServicesHandle, Interface, ResourceError, ResourceHandle, Result};
+use abi_stable::StableAbi;
+use abi_stable::library::{AbiHeaderRef, LibHeader};
+use libloading::os::unix::{Library, RTLD_LOCAL, RTLD_NOW};
+use std::path::Path;
+
+/// glibc's flag that keeps a library mapped for ever.
+const RTLD_NODELETE: i32 = 0x1000;
+
+/// The symbol that `export_plugin!` writes.
+const ENTRY: &[u8] = b"_1as_0lib_1header_0root_bmodule_bloader\0";
+
+/// A plugin that is loaded and fits this host. It stays mapped until the process ends: a Rust
+/// library with thread-local destructors cannot be unloaded soundly.
+#[derive(Debug)]
+pub struct PluginLibrary {
+    /// Name of its crate.
+    pub name: String,
+    /// Version of its crate.
+    pub version: String,
+    /// Contract version it was built against.
+    pub api: String,
+    /// The kinds it builds.
+    pub kinds: Vec<KindHandle>,
+}
+
+/// Loads `path` (absolute, or `/proc/self/fd/N` of the descriptor that was checked).
+///
+/// # Errors
+/// One line that says which stage refused and why. Nothing is unloaded afterwards.
+///
+/// # Safety
+/// Runs the file's initialisers and trusts what it says about itself: the caller has decided to
+/// run this code in its process.
+pub unsafe fn load(path: &Path) -> Result<PluginLibrary> {
+    let refuse = |m: String| ResourceError::new(ErrorKind::INCOMPATIBLE, m);
+    // SAFETY: handed to the caller.
+    let library = unsafe { Library::open(Some(path), RTLD_NOW | RTLD_LOCAL | RTLD_NODELETE) }
+        .map_err(|e| refuse(format!("cannot be loaded: {}", loader_text(&e))))?;
+    // SAFETY: the symbol, if there, is the header that `export_plugin!` writes; `upgrade` checks
+    // abi_stable's magic before anything behind it is read.
+    let header: &'static LibHeader = unsafe {
+        let symbol = library.get::<AbiHeaderRef>(ENTRY).map_err(|_| {
+            refuse("is not a resource plugin: it has no entry written by export_plugin!".into())
+        })?;
+        let header = *symbol;
+        header.upgrade().map_err(|_| {
+            refuse("was built with another major version of abi_stable; rebuild it".into())
+        })?
+    };
+    std::mem::forget(library);
+    let versions = header.version_strings();
+    let major = versions.version.as_str().split('.').next().unwrap_or("");
+    if major != API_VERSION.split('.').next().unwrap_or("") {
+        return Err(refuse(format!(
+            "was built against contract {}, this host speaks {API_VERSION}; rebuild it against \
+             this version of resource-api",
+            versions.version
+        )));
+    }
+    let layout = header.layout().ok_or_else(|| {
+        refuse(
+            "carries no layout description, so it cannot be checked; build it with \
+                export_plugin!"
+                .into(),
+        )
+    })?;
+    check(PluginRootRef::LAYOUT, layout).map_err(|e| e.within("contract layout"))?;
+    // SAFETY: the layout fits, so the constructor gives a root of this type.
+    let root = unsafe { header.init_root_module_with_unchecked_layout::<PluginRootRef>() }
+        .map_err(|e| refuse(format!("its constructor failed: {}", one_line(&e.to_string()))))?;
+    if !root.unwinds() {
+        return Err(refuse(
+            "was built with panic=abort: a panic in it would end the process; build it with \
+             panic=unwind"
+                .into(),
+        ));
+    }
+    check_exact("engine.resource", ResourceHandle::METHODS, root.resource_methods().as_slice())?;
+    check_exact("engine.kind", KindHandle::METHODS, root.kind_methods().as_slice())?;
+    check_exact("engine.host", HostServicesHandle::METHODS, root.host_methods().as_slice())?;
+    let kinds = guard("opening kinds", || {
+        root.kinds().iter().map(|k| open::<KindHandle>(k.object())).collect::<Result<Vec<_>>>()
+    })?;
+    Ok(PluginLibrary {
+        name: root.name().to_string(),
+        version: root.version().to_string(),
+        api: root.api().to_string(),
+        kinds,
+    })
+}
+
+/// While the contract is a draft, both sides must have the same methods.
+fn check_exact(
+    interface: &str,
+    ours: &[crate::MethodDesc],
+    theirs: &[crate::MethodDesc],
+) -> Result<()> {
+    check_methods(interface, ours, theirs)?;
+    if ours.len() == theirs.len() {
+        return Ok(());
+    }
+    Err(ResourceError::new(
+        ErrorKind::INCOMPATIBLE,
+        format!(
+            "{interface}: this host has {} methods, the plugin {}; the contract is a draft, so \
+             rebuild the plugin against this version of resource-api",
+            ours.len(),
+            theirs.len()
+        ),
+    ))
+}
+
+/// dlopen's text without libloading's frame.
+fn loader_text(e: &libloading::Error) -> String {
+    let source = std::error::Error::source(e).map(|s| s.to_string());
+    one_line(&source.unwrap_or_else(|| e.to_string()))
+}
+
+fn one_line(text: &str) -> String {
+    text.split_whitespace().collect::<Vec<_>>().join(" ")
+}

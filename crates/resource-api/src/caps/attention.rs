@@ -1,0 +1,97 @@
+//! `attention/1` and `cross_attention/1`: attention over a paged cache, layer by layer.
+
+use crate::cursor::Bound;
+use crate::id::LabelId;
+use crate::step::StepContext;
+use crate::tensor::{TensorView, TensorViewMut};
+use crate::{Result, Typed};
+use abi_stable::StableAbi;
+use resource_api_macros::capability;
+
+/// Options of an attention resource's share of a step.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, StableAbi)]
+pub struct AttentionStepOptions {
+    /// Whether a token sees only what comes before it in its stream, itself included.
+    pub causal: bool,
+}
+
+impl Default for AttentionStepOptions {
+    fn default() -> Self {
+        Self { causal: true }
+    }
+}
+
+impl Typed for AttentionStepOptions {
+    const TAG: &'static str = "attention.step";
+    const MAJOR: u32 = 1;
+}
+
+/// Self-attention over the streams of a step.
+#[capability(id = "attention", major = 1, path = crate)]
+pub trait Attention: Send + Sync {
+    /// `out[t] = softmax(q[t] k^T * scale) v` over the pages of token t's stream. `q` and `out` are
+    /// f32 `[tokens of the label's group, query heads, head dim]`. The layer's keys and values of
+    /// this step must have been written. Rows that read an empty stream give 0.
+    fn run(
+        &self,
+        ctx: &StepContext<'_>,
+        layer: u32,
+        label: LabelId,
+        q: &TensorView<'_>,
+        out: &mut TensorViewMut<'_>,
+    ) -> Result<()>;
+
+    /// Where each row's tokens begin in the packed tensors, with the total at the end.
+    fn qo_indptr(&self, ctx: &StepContext<'_>, label: LabelId) -> Result<&[u32]>;
+
+    /// Copies the hidden state of each row's last token: `[tokens, hidden]` to `[rows, hidden]`,
+    /// f32. Rows that add no token are left alone.
+    fn select_last_hidden(
+        &self,
+        ctx: &StepContext<'_>,
+        label: LabelId,
+        hidden: &TensorView<'_>,
+        out: &mut TensorViewMut<'_>,
+    ) -> Result<()>;
+}
+
+/// Attention of a step's tokens over another stream (a context written once), not causal.
+#[capability(id = "cross_attention", major = 1, path = crate)]
+pub trait CrossAttention: Send + Sync {
+    /// As [`Attention::run`], over the pages of each request's context stream.
+    fn run(
+        &self,
+        ctx: &StepContext<'_>,
+        layer: u32,
+        label: LabelId,
+        q: &TensorView<'_>,
+        out: &mut TensorViewMut<'_>,
+    ) -> Result<()>;
+}
+
+impl Bound<'_, AttentionHandle> {
+    /// [`Attention::run`] at the cursors, or at an explicit label or layer.
+    pub fn attend(
+        &self,
+        q: &TensorView<'_>,
+        out: &mut TensorViewMut<'_>,
+        label: Option<LabelId>,
+        layer: Option<u32>,
+    ) -> Result<()> {
+        self.run(self.ctx(), self.layer_or(layer), self.label_or(label), q, out)
+    }
+}
+
+impl Bound<'_, CrossAttentionHandle> {
+    /// [`CrossAttention::run`] at the cursors, or at an explicit label or layer.
+    pub fn attend(
+        &self,
+        q: &TensorView<'_>,
+        out: &mut TensorViewMut<'_>,
+        label: Option<LabelId>,
+        layer: Option<u32>,
+    ) -> Result<()> {
+        self.run(self.ctx(), self.layer_or(layer), self.label_or(label), q, out)
+    }
+}
