@@ -1,1 +1,46 @@
-fn main() {}
+//! `cargo xtask`: builds and installs the plugins, fetches the model, runs the demo and the tests.
+
+#![forbid(unsafe_code)]
+
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand};
+
+mod checks;
+mod demo;
+mod model;
+mod plugins;
+mod progress;
+mod step;
+
+#[derive(Parser)]
+#[command(name = "cargo xtask", about = "Tasks of this workspace", disable_version_flag = true)]
+struct Cli {
+    #[command(subcommand)]
+    task: Task,
+}
+
+#[derive(Subcommand)]
+enum Task {
+    /// Build the host and the plugins, and install the plugins into plugins/
+    Build(plugins::BuildOptions),
+    /// Fetch the model that demo and tests run, unless it is there
+    FetchModel,
+    /// Ask a real model a question: build, fetch the model, stream the answer
+    Demo(demo::DemoOptions),
+    /// Run what CI runs: format, lints, docs, plugins, model, all tests
+    Test,
+}
+
+fn main() -> ExitCode {
+    let result = match Cli::parse().task {
+        Task::Build(options) => plugins::build(&options).map(|_| ExitCode::SUCCESS),
+        Task::FetchModel => model::fetch().map(|_| ExitCode::SUCCESS),
+        Task::Demo(options) => demo::run(&options),
+        Task::Test => checks::run(),
+    };
+    result.unwrap_or_else(|error| {
+        eprintln!("error: {error:#}");
+        ExitCode::FAILURE
+    })
+}

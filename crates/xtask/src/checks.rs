@@ -1,0 +1,40 @@
+//! `cargo xtask test`: what CI runs, in the order in which it fails fastest.
+
+use std::process::{Command, ExitCode, Stdio};
+
+use anyhow::{Context, Result};
+
+use crate::step::{Step, cargo, run as run_step, shown};
+use crate::{model, plugins};
+
+/// Runs everything. The test runner comes last and nothing is printed after its summary; its exit
+/// code is the task's.
+pub fn run() -> Result<ExitCode> {
+    run_step("format", &mut cargo(["fmt", "--all", "--check"]))?;
+    let lints = ["clippy", "--workspace", "--all-targets", "--", "-D", "warnings"];
+    run_step("lints", &mut cargo(lints))?;
+    let mut docs = cargo(["doc", "--workspace", "--no-deps"]);
+    run_step("docs", docs.env("RUSTDOCFLAGS", "-D warnings"))?;
+    plugins::build(&plugins::BuildOptions::default())?;
+    let model = model::fetch()?;
+
+    let mut tests = if has_nextest() {
+        let mut doctests = cargo(["test", "--doc", "--workspace"]);
+        run_step("doctests", doctests.env(model::MODEL_ENV, &model))?;
+        cargo(["nextest", "run", "--workspace", "--no-fail-fast"])
+    } else {
+        cargo(["test", "--workspace", "--no-fail-fast"])
+    };
+    let _ = Step::begin("tests");
+    let status = tests
+        .env(model::MODEL_ENV, &model)
+        .status()
+        .with_context(|| format!("cannot run {}", shown(&tests)))?;
+    Ok(if status.success() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+}
+
+fn has_nextest() -> bool {
+    let mut probe: Command = cargo(["nextest", "--version"]);
+    probe.stdout(Stdio::null()).stderr(Stdio::null());
+    probe.status().is_ok_and(|status| status.success())
+}
