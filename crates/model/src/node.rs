@@ -1,0 +1,55 @@
+//! What a runner needs from a piece of a model: its defaults for resources, and its forward pass.
+//!
+//! A node knows the capabilities of `resource-api` that it calls, never a kind that offers them. A
+//! runner plans a step on the node's resources, then calls [`Node::forward`] with the same context.
+
+use device::Parallel;
+use resource_api::{EngineLimits, Result, StepContext};
+use serde_json::{Map, Value};
+
+mod resources;
+mod step;
+
+pub use resources::{NodeResource, NodeResources};
+pub use step::{StepInput, StepOutput};
+
+/// A piece of a model that runs as one forward pass.
+///
+/// One thread at a time is in [`forward`](Self::forward); further callers wait. Everything else may
+/// be called from any thread.
+pub trait Node: Send + Sync {
+    /// Its name in the config's `nodes` lists.
+    fn name(&self) -> &str;
+
+    /// The walks it takes part in.
+    fn walks(&self) -> &[&str];
+
+    /// What the model says about the settings of resources of `kind`: only keys that this kind has,
+    /// nothing for a kind that the model has nothing to say about.
+    fn resource_defaults(&self, kind: &str) -> Map<String, Value>;
+
+    /// Resolves the capabilities that the forward pass calls and makes room for the largest step
+    /// that `limits` allow. Called once, when the resources are built; the node holds on to them
+    /// until it is dropped, which must come before they are.
+    ///
+    /// # Errors
+    /// `NOT_FOUND` or `INVALID` naming the config section when a capability is offered by none or
+    /// by several of the resources, `WRONG_STATE` at a second call, `EXHAUSTED` without the memory.
+    fn attach(&self, resources: &NodeResources<'_>, limits: &EngineLimits) -> Result<()>;
+
+    /// Runs a step that all resources have planned, and samples where `input` asks for it.
+    ///
+    /// A row of the result depends on its own request's tokens alone, whatever else is in the step
+    /// and however the prompt was cut into steps. Allocates only for a step larger than any before.
+    ///
+    /// # Errors
+    /// `INVALID` for an input that contradicts itself or a token that is not in the vocabulary,
+    /// before anything is written; otherwise the error of the resource that failed.
+    fn forward(
+        &self,
+        ctx: &StepContext<'_>,
+        input: &StepInput<'_>,
+        out: &mut StepOutput,
+        parallel: &dyn Parallel,
+    ) -> Result<()>;
+}

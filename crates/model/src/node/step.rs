@@ -1,0 +1,132 @@
+//! What goes into a forward pass and what comes out.
+
+use resource_api::{RequestId, ResourceError, Result, Sampled, Segments};
+
+/// The tokens of a step, and where to sample.
+#[derive(Debug, Clone, Copy)]
+pub struct StepInput<'a> {
+    /// The segments that the resources planned. Segments of one label lie side by side.
+    pub segments: Segments<'a>,
+    /// Ids of the tokens that the segments add, packed in segment order.
+    pub token_ids: &'a [u32],
+    /// Indices of the segments after whose last token to sample, ascending: those that complete
+    /// their prompt or go on after it. Each adds at least one token.
+    pub sample: &'a [u32],
+    /// Per entry of `sample`: how many of the best tokens to report with their log-probabilities.
+    /// Empty when nobody asks.
+    pub top_logprobs: &'a [u32],
+}
+
+impl StepInput<'_> {
+    /// Checks that the columns agree with each other and ids lie in the vocabulary.
+    ///
+    /// # Errors
+    /// `INVALID` naming the first thing that is wrong.
+    pub fn check(&self, vocab: usize) -> Result<()> {
+        let Segments { request, label, span } = self.segments;
+        if label.len() != request.len() || span.len() != request.len() {
+            return invalid(format!(
+                "a step has {} requests, {} labels and {} spans",
+                request.len(),
+                label.len(),
+                span.len()
+            ));
+        }
+        let tokens = self.segments.num_tokens();
+        if self.token_ids.len() != tokens {
+            return invalid(format!(
+                "the segments add {tokens} tokens, but there are {} token ids",
+                self.token_ids.len()
+            ));
+        }
+        if let Some(at) = self.token_ids.iter().position(|&id| id as usize >= vocab) {
+            return invalid(format!(
+                "token id {} of request {} is not in the vocabulary of {vocab}",
+                self.token_ids[at],
+                self.request_of(at)
+            ));
+        }
+        if !self.sample.is_sorted_by(|a, b| a < b) {
+            return invalid("the segments to sample after are not in ascending order".into());
+        }
+        for &segment in self.sample {
+            match span.get(segment as usize) {
+                Some(0) => {
+                    return invalid(format!(
+                        "request {} adds no token to sample after",
+                        request[segment as usize]
+                    ));
+                }
+                Some(_) => {}
+                None => {
+                    return invalid(format!(
+                        "segment {segment} to sample after is past the step's {}",
+                        request.len()
+                    ));
+                }
+            }
+        }
+        if !self.top_logprobs.is_empty() && self.top_logprobs.len() != self.sample.len() {
+            return invalid(format!(
+                "{} samples, but {} numbers of log-probabilities",
+                self.sample.len(),
+                self.top_logprobs.len()
+            ));
+        }
+        Ok(())
+    }
+
+    fn request_of(&self, token: usize) -> RequestId {
+        let mut end = 0;
+        let owner = self.segments.iter().find(|s| {
+            end += s.span as usize;
+            token < end
+        });
+        owner.map_or(RequestId::padding(0), |s| s.request_id)
+    }
+}
+
+fn invalid(message: String) -> Result<()> {
+    Err(ResourceError::invalid(message))
+}
+
+/// What a step sampled. Keeps its memory from step to step.
+#[derive(Debug, Default)]
+pub struct StepOutput {
+    /// Whose samples these are, in the order of [`StepInput::sample`].
+    pub requests: Vec<RequestId>,
+    /// The samples.
+    pub sampled: Vec<Sampled>,
+    /// Per sample, where its part of the two columns below ends.
+    top_ends: Vec<usize>,
+    top_ids: Vec<u32>,
+    top_logprobs: Vec<f32>,
+}
+
+impl StepOutput {
+    /// Empties all columns.
+    pub fn clear(&mut self) {
+        self.requests.clear();
+        self.sampled.clear();
+        self.top_ends.clear();
+        self.top_ids.clear();
+        self.top_logprobs.clear();
+    }
+
+    /// The best tokens for sample `i`, best first, and their log-probabilities; empty unless asked
+    /// for. At most as many as the vocabulary has.
+    pub fn top(&self, i: usize) -> (&[u32], &[f32]) {
+        let Some(&end) = self.top_ends.get(i) else { return (&[], &[]) };
+        let start = if i == 0 { 0 } else { self.top_ends[i - 1] };
+        (&self.top_ids[start..end], &self.top_logprobs[start..end])
+    }
+
+    /// Adds the part of the next sample, `k` long, and gives it to be written.
+    pub fn push_top(&mut self, k: usize) -> (&mut [u32], &mut [f32]) {
+        let start = self.top_ids.len();
+        self.top_ids.resize(start + k, 0);
+        self.top_logprobs.resize(start + k, 0.0);
+        self.top_ends.push(start + k);
+        (&mut self.top_ids[start..], &mut self.top_logprobs[start..])
+    }
+}
