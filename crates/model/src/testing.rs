@@ -42,18 +42,22 @@ pub struct GgufWriter {
     pub metadata_count: Option<u64>,
     /// Written in place of the number of tensors.
     pub tensor_count: Option<u64>,
-    metadata: Vec<(String, Value)>,
-    tensors: Vec<RawTensor>,
+    /// Entries in order; [`set`](Self::set) adds one.
+    pub metadata: Vec<(String, Value)>,
+    /// Records in order; [`tensor`](Self::tensor) adds one.
+    pub tensors: Vec<RawTensor>,
 }
 
 /// A tensor record, all of whose fields may be wrong.
 #[derive(Debug, Clone)]
-struct RawTensor {
-    name: String,
-    dims: Vec<u64>,
-    ggml_type: u32,
-    offset: Option<u64>,
-    bytes: Vec<u8>,
+pub struct RawTensor {
+    pub name: String,
+    /// Fastest first.
+    pub dims: Vec<u64>,
+    pub ggml_type: u32,
+    /// Offset in the data section; `None` for where the bytes really are.
+    pub offset: Option<u64>,
+    pub bytes: Vec<u8>,
 }
 
 impl Default for GgufWriter {
