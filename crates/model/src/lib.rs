@@ -14,9 +14,11 @@
 pub mod bytes;
 pub mod chat;
 pub mod config;
+pub mod decoder;
 pub mod detok;
 pub mod error;
 pub mod gguf;
+pub mod node;
 pub mod package;
 #[cfg(feature = "testing")]
 pub mod testing;
@@ -26,9 +28,11 @@ pub mod weights;
 pub use bytes::SharedBytes;
 pub use chat::{ChatInput, ChatTemplate};
 pub use config::{Architecture, ModelConfig, RopeConfig, RopeLayout, RopeScaling};
+pub use decoder::Decoder;
 pub use detok::Detokenizer;
 pub use error::{Error, ErrorKind, Result};
 pub use gguf::Gguf;
+pub use node::{Node, NodeResource, NodeResources, StepInput, StepOutput};
 pub use package::ModelPackage;
 pub use tokenizer::Tokenizer;
 pub use weights::{Tensor, Weights};

@@ -1,0 +1,253 @@
+//! The decoder stack of Llama, Qwen 2 and Qwen 3 as a [`Node`].
+//!
+//! ```text
+//! x = embed[token]
+//! per layer:  q, k, v = W x̂ (+ bias), x̂ = norm(x); norm per head of q and k (Qwen 3); rope
+//!             x += W_o attention(q, cache of k and v)
+//!             x += W_down (silu(W_gate x̂) * W_up x̂), x̂ = norm(x)
+//! logits = head norm(x), only for rows that are sampled
+//! ```
+//!
+//! Positions, cache, attention and sampling are capabilities of resources; the rest is computed
+//! here, row by row, each in an order that neither the batch nor the threads can change.
+
+use std::sync::{Mutex, OnceLock, PoisonError};
+
+use device::{Matrix, Parallel};
+use resource_api::{
+    AttentionHandle, AttentionResource, Bound, EngineLimits, KvCacheHandle, Positions,
+    PositionsHandle, ResourceError, Result, Sampler, SamplerHandle, StepContext, TensorView,
+    TensorViewMut,
+};
+use serde_json::{Map, Value};
+
+use crate::config::ModelConfig;
+use crate::node::{Node, NodeResources, StepInput, StepOutput};
+
+mod buffers;
+mod defaults;
+mod layer;
+mod load;
+mod rows;
+
+use buffers::{Buffers, Group};
+use layer::Layer;
+
+/// Name of the node in configs.
+pub const NODE: &str = "decoder";
+
+/// A decoder with its weights packed for the device.
+pub struct Decoder {
+    config: ModelConfig,
+    embed: Matrix,
+    layers: Vec<Layer>,
+    norm: Vec<f32>,
+    /// `None` where the embedding is the output matrix too.
+    head: Option<Matrix>,
+    handles: OnceLock<Handles>,
+    buffers: Mutex<Buffers>,
+}
+
+/// The capabilities that a forward pass calls.
+struct Handles {
+    positions: PositionsHandle,
+    kv: KvCacheHandle,
+    attention: AttentionHandle,
+    sampler: SamplerHandle,
+}
+
+impl Decoder {
+    /// The numbers of the model.
+    pub fn config(&self) -> &ModelConfig {
+        &self.config
+    }
+
+    /// Bytes that the packed weights take.
+    pub fn weight_bytes(&self) -> usize {
+        let ends = self.embed.packed_bytes() + self.head.as_ref().map_or(0, Matrix::packed_bytes);
+        ends + self.layers.iter().map(Layer::packed_bytes).sum::<usize>()
+    }
+}
+
+impl Node for Decoder {
+    fn name(&self) -> &str {
+        NODE
+    }
+
+    fn walks(&self) -> &[&str] {
+        &["prefill", "decode"]
+    }
+
+    fn resource_defaults(&self, kind: &str) -> Map<String, Value> {
+        defaults::of_kind(&self.config, kind)
+    }
+
+    fn attach(&self, resources: &NodeResources<'_>, limits: &EngineLimits) -> Result<()> {
+        let handles = Handles {
+            positions: resources.only("positions")?,
+            kv: resources.only("kv")?,
+            attention: resources.only("attention")?,
+            sampler: resources.only("sampler")?,
+        };
+        let (tokens, samples) = (limits.max_batch_tokens as usize, limits.max_batch as usize);
+        self.lock_buffers().fit(tokens, samples.min(tokens))?;
+        self.handles
+            .set(handles)
+            .map_err(|_| ResourceError::wrong_state("the decoder already has its resources"))
+    }
+
+    fn forward(
+        &self,
+        ctx: &StepContext<'_>,
+        input: &StepInput<'_>,
+        out: &mut StepOutput,
+        parallel: &dyn Parallel,
+    ) -> Result<()> {
+        out.clear();
+        input.check(self.config.vocab)?;
+        let handles = self.handles.get().ok_or_else(|| {
+            ResourceError::wrong_state("the decoder has no resources yet: attach them first")
+        })?;
+        let buffers = &mut *self.lock_buffers();
+        buffers.fit(input.token_ids.len(), input.sample.len())?;
+        buffers.lay_out(input)?;
+        if input.token_ids.is_empty() {
+            return Ok(());
+        }
+        let mut pass = Pass { decoder: self, handles, ctx, parallel };
+        pass.run_layers(input.token_ids, buffers)?;
+        if input.sample.is_empty() {
+            return Ok(());
+        }
+        pass.sample(input, buffers, out)
+    }
+}
+
+impl Decoder {
+    /// A panic of another pass leaves nothing behind that matters: every pass writes what it reads.
+    fn lock_buffers(&self) -> std::sync::MutexGuard<'_, Buffers> {
+        self.buffers.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// One forward pass.
+struct Pass<'a> {
+    decoder: &'a Decoder,
+    handles: &'a Handles,
+    ctx: &'a StepContext<'a>,
+    parallel: &'a dyn Parallel,
+}
+
+impl Pass<'_> {
+    /// Leaves the hidden states of the sampled rows, and only those, in `buffers.hidden`.
+    fn run_layers(&mut self, token_ids: &[u32], buffers: &mut Buffers) -> Result<()> {
+        let Decoder { config, embed, layers, .. } = self.decoder;
+        let mut rows = token_ids.len();
+        let hidden = buffers.hidden.first_mut(rows);
+        for (&id, row) in token_ids.iter().zip(hidden.chunks_exact_mut(config.hidden)) {
+            embed.row(id as usize, row).map_err(device_error)?;
+        }
+        let mut kv = Bound::new(&self.handles.kv, self.ctx);
+        let mut attention = Bound::new(&self.handles.attention, self.ctx);
+        for (index, layer) in layers.iter().enumerate() {
+            kv.set_default_layer_idx(index as u32);
+            attention.set_default_layer_idx(index as u32);
+            let is_last = index + 1 == layers.len();
+            layer.project_qkv(config, buffers, rows, self.parallel)?;
+            for &group in &buffers.groups {
+                kv.set_default_label(group.label);
+                attention.set_default_label(group.label);
+                let tensors = &mut buffers.attention;
+                self.write_cache(&kv, group, tensors)?;
+                // Past the last layer only what is sampled is read.
+                if !(is_last && buffers.sampled_rows.is_empty()) {
+                    self.attend(&attention, group, tensors)?;
+                }
+            }
+            if is_last {
+                buffers.keep_sampled_rows();
+                rows = buffers.sampled_rows.len();
+            }
+            layer.finish(config, buffers, rows, self.parallel)?;
+        }
+        Ok(())
+    }
+
+    /// Turns queries and keys by their positions and writes keys and values to the cache.
+    fn write_cache(
+        &self,
+        kv: &Bound<'_, KvCacheHandle>,
+        group: Group,
+        tensors: &mut buffers::AttentionBuffers,
+    ) -> Result<()> {
+        let config = &self.decoder.config;
+        let q_shape = [group.tokens, config.heads, config.head_dim];
+        let kv_shape = [group.tokens, config.kv_heads, config.head_dim];
+        let q = tensors.q.range_mut(group.first, group.tokens);
+        let k = tensors.k.range_mut(group.first, group.tokens);
+        let v = tensors.v.range(group.first, group.tokens);
+        let mut turned_k = TensorViewMut::from_slice(k, &kv_shape);
+        self.handles.positions.apply_qk(
+            self.ctx,
+            group.label,
+            &mut TensorViewMut::from_slice(q, &q_shape),
+            &mut turned_k,
+        )?;
+        kv.write(&turned_k.view(), &TensorView::from_slice(v, &kv_shape), None, None)
+    }
+
+    fn attend(
+        &self,
+        attention: &Bound<'_, AttentionHandle>,
+        group: Group,
+        tensors: &mut buffers::AttentionBuffers,
+    ) -> Result<()> {
+        let config = &self.decoder.config;
+        let shape = [group.tokens, config.heads, config.head_dim];
+        let q = tensors.q.range(group.first, group.tokens);
+        let out = tensors.out.range_mut(group.first, group.tokens);
+        attention.attend(
+            &TensorView::from_slice(q, &shape),
+            &mut TensorViewMut::from_slice(out, &shape),
+            None,
+            None,
+        )
+    }
+
+    fn sample(
+        &self,
+        input: &StepInput<'_>,
+        buffers: &mut Buffers,
+        out: &mut StepOutput,
+    ) -> Result<()> {
+        let Decoder { config, embed, norm, head, .. } = self.decoder;
+        let rows = input.sample.len();
+        let hidden = buffers.hidden.first(rows);
+        let normed = buffers.normed.first_mut(rows);
+        rows::rms_norm(hidden, norm, config.rms_eps, normed, self.parallel);
+        let logits = buffers.logits.first_mut(rows);
+        head.as_ref()
+            .unwrap_or(embed)
+            .matmul(normed, rows, logits, &mut buffers.scratch, self.parallel)
+            .map_err(device_error)?;
+
+        // First, since sampling may overwrite the logits.
+        for (row, &k) in logits.chunks_exact(config.vocab).zip(input.top_logprobs) {
+            let (ids, logprobs) = out.push_top(config.vocab.min(k as usize));
+            if !ids.is_empty() {
+                let row = TensorView::from_slice(row, &[config.vocab]);
+                self.handles.sampler.top_logprobs(&row, ids, logprobs)?;
+            }
+        }
+        let sampled = input.sample.iter().map(|&s| input.segments.request[s as usize]);
+        out.requests.extend(sampled);
+        out.sampled.resize(rows, Default::default());
+        let mut logits = TensorViewMut::from_slice(logits, &[rows, config.vocab]);
+        self.handles.sampler.sample(self.ctx, &out.requests, &mut logits, &mut out.sampled)
+    }
+}
+
+/// Shapes are checked when weights are packed, so an error of a product is a fault of this crate.
+fn device_error(e: device::Error) -> ResourceError {
+    ResourceError::internal(format!("decoder: {e}"))
+}
