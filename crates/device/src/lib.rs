@@ -18,6 +18,10 @@ pub use cpu::features::{CpuFeatures, set_cpu_features};
 pub use cpu::matrix::{Activations, Matrix, PackOptions, Scratch, matmul_all};
 pub use cpu::memory::AlignedBuffer;
 pub use cpu::pool::Pool;
+pub use cpu::shared_pool::{
+    PoolReader, PoolType, PoolView, PoolWriter, RawPool, SharedPool, Turns,
+};
+pub use cpu::{attention, ops};
 pub use error::{Error, Result};
 pub use mapped_file::MappedFile;
 pub use parallel::{Parallel, Serial, for_each_chunk_mut};

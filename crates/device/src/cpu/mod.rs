@@ -1,7 +1,10 @@
 //! The CPU back end.
 
+pub mod attention;
 pub(crate) mod features;
 pub(crate) mod matrix;
 pub(crate) mod memory;
+pub mod ops;
 pub(crate) mod pool;
+pub(crate) mod shared_pool;
 pub(crate) mod simd;

@@ -26,8 +26,6 @@ pub(crate) trait Simd: Copy {
 
     /// Vector registers there are, which decides how large a tile of a product is.
     const REGISTERS: usize;
-    /// Registers that an `F` takes.
-    const REGISTERS_PER_F: usize;
     /// Whether [`dot_biased`](Self::dot_biased) leaves the bias in the sum.
     const DOT_KEEPS_BIAS: bool;
 
@@ -65,7 +63,7 @@ pub(crate) trait Simd: Copy {
     /// The bits of the lanes.
     fn bits(self, x: Self::F) -> Self::I;
     /// The float of which these are the bits.
-    fn from_bits(self, x: Self::I) -> Self::F;
+    fn floats(self, x: Self::I) -> Self::F;
     fn to_f32(self, x: Self::I) -> Self::F;
     /// To the nearest integer, ties to even. Out of range: any value.
     fn round(self, x: Self::F) -> Self::I;
@@ -89,9 +87,6 @@ pub(crate) trait Simd: Copy {
     /// [`DOT_KEEPS_BIAS`](Self::DOT_KEEPS_BIAS), 128 times the sum of `x` is in the result and has to
     /// be taken off.
     fn dot_biased(self, acc: Self::I, w: Self::I, x: Self::I) -> Self::I;
-    /// Asks for the cache line at `at`, which need not be a valid address.
-    fn prefetch(self, at: *const u8);
-
     /// The first `x.len()` lanes, at most 16; zeros in the others.
     #[inline(always)]
     fn load_part(self, x: &[f32]) -> Self::F {
@@ -142,15 +137,18 @@ pub(crate) fn dispatch<K: Kernel>(features: CpuFeatures, kernel: K) -> K::Output
 
         match features.level() {
             Level::Portable => {}
-            // SAFETY (each): a `CpuFeatures` of this level exists only where it was detected.
-            Level::Avx2 => return unsafe { avx2(avx2::Avx2::new(), kernel) },
-            // SAFETY: as above.
+            Level::Avx2 => {
+                // SAFETY: a `CpuFeatures` of this level exists only where it was detected.
+                return unsafe { avx2(avx2::Avx2::new(), kernel) };
+            }
             level if K::HAS_DOTS && level >= Level::Avx512Vnni => {
                 // SAFETY: as above.
                 return unsafe { avx512_vnni(avx512::Avx512Vnni::new(), kernel) };
             }
-            // SAFETY: as above.
-            _ => return unsafe { avx512(avx512::Avx512::new(), kernel) },
+            _ => {
+                // SAFETY: as above.
+                return unsafe { avx512(avx512::Avx512::new(), kernel) };
+            }
         }
     }
     let _ = features;

@@ -85,7 +85,6 @@ impl Simd for Avx2 {
     type I = [__m256i; 2];
 
     const REGISTERS: usize = 16;
-    const REGISTERS_PER_F: usize = 2;
     const DOT_KEEPS_BIAS: bool = false;
 
     #[inline(always)]
@@ -242,7 +241,7 @@ impl Simd for Avx2 {
     }
 
     #[inline(always)]
-    fn from_bits(self, x: Self::I) -> Self::F {
+    fn floats(self, x: Self::I) -> Self::F {
         both!(_mm256_castsi256_ps, x)
     }
 
@@ -323,10 +322,5 @@ impl Simd for Avx2 {
     #[inline(always)]
     fn dot_biased(self, acc: Self::I, w: Self::I, x: Self::I) -> Self::I {
         [self.dot_biased_half(acc[0], w[0], x[0]), self.dot_biased_half(acc[1], w[1], x[1])]
-    }
-
-    #[inline(always)]
-    fn prefetch(self, at: *const u8) {
-        op!(_mm_prefetch::<_MM_HINT_T0>(at.cast()))
     }
 }

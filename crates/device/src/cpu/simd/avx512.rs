@@ -46,7 +46,6 @@ macro_rules! common {
         type I = __m512i;
 
         const REGISTERS: usize = 32;
-        const REGISTERS_PER_F: usize = 1;
 
         #[inline(always)]
         fn splat(self, x: f32) -> __m512 {
@@ -175,7 +174,7 @@ macro_rules! common {
         }
 
         #[inline(always)]
-        fn from_bits(self, x: __m512i) -> __m512 {
+        fn floats(self, x: __m512i) -> __m512 {
             op!(_mm512_castsi512_ps(x))
         }
 
@@ -232,11 +231,6 @@ macro_rules! common {
         #[inline(always)]
         fn sum_i32(self, x: __m512i) -> i32 {
             op!(_mm512_reduce_add_epi32(x))
-        }
-
-        #[inline(always)]
-        fn prefetch(self, at: *const u8) {
-            op!(_mm_prefetch::<_MM_HINT_T0>(at.cast()))
         }
     };
 }

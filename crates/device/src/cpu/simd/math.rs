@@ -15,7 +15,7 @@ pub(crate) fn exp<S: Simd>(s: S, x: S::F) -> S::F {
     let r = s.fma(nf, s.splat(2.121_944_4e-4), r);
     // Cephes' polynomial for e^r - 1 - r on |r| <= ln 2 / 2.
     let mut p = s.splat(1.987_569_1e-4);
-    for c in [1.398_199_9e-3, 8.333_452e-3, 4.166_579_6e-2, 1.666_666_5e-1, 5.000_000_1e-1] {
+    for c in [1.398_199_9e-3, 8.333_452e-3, 4.166_579_6e-2, 1.666_666_5e-1, 5e-1] {
         p = s.fma(p, r, s.splat(c));
     }
     let p = s.add(s.fma(p, s.mul(r, r), r), s.splat(1.0));
@@ -28,7 +28,7 @@ pub(crate) fn exp<S: Simd>(s: S, x: S::F) -> S::F {
 
 #[inline(always)]
 fn power_of_two<S: Simd>(s: S, n: S::I) -> S::F {
-    s.from_bits(s.shl::<23>(s.add_i32(n, s.splat_i32(127))))
+    s.floats(s.shl::<23>(s.add_i32(n, s.splat_i32(127))))
 }
 
 /// `1 / (1 + e^-x)`.

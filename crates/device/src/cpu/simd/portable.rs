@@ -25,7 +25,6 @@ impl Simd for Portable {
     type I = [i32; LANES];
 
     const REGISTERS: usize = 16;
-    const REGISTERS_PER_F: usize = 4;
     const DOT_KEEPS_BIAS: bool = false;
 
     #[inline(always)]
@@ -141,7 +140,7 @@ impl Simd for Portable {
     }
 
     #[inline(always)]
-    fn from_bits(self, x: Self::I) -> Self::F {
+    fn floats(self, x: Self::I) -> Self::F {
         lanes!(|x| f32::from_bits(x as u32))
     }
 
@@ -233,7 +232,4 @@ impl Simd for Portable {
             sum
         })
     }
-
-    #[inline(always)]
-    fn prefetch(self, _: *const u8) {}
 }

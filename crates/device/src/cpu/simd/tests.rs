@@ -160,7 +160,7 @@ impl Kernel for Integers {
         s.store(s.to_f32(s.round(s.load(&self.2))), &mut out[4]);
         s.store(s.to_f32(s.sar::<2>(s.shl::<24>(w))), &mut out[5]);
         s.store(s.to_f32(s.shr::<8>(w)), &mut out[6]);
-        s.store(s.from_bits(s.bits(s.load(&self.2))), &mut out[7]);
+        s.store(s.floats(s.bits(s.load(&self.2))), &mut out[7]);
         let mut low = [0; 16];
         s.store_low_bytes(w, &mut low);
         let sum = s.sum_i32(s.sub_i32(s.add_i32(wide, wide), s.splat_i32(3)));

@@ -1,0 +1,19 @@
+//! The two products of attention, over rows of cached keys or values stored as f32, f16 or bf16.
+//!
+//! Rows are those of one head in one page; several query heads may share them, and each row is then
+//! read and widened once for all. A score sums its row in one fixed order; a weighted sum adds rows
+//! one after the other. So neither the number of heads taken together nor the division of a context
+//! into pages changes a bit. All run on the calling thread with the instructions of
+//! [`CpuFeatures::current`].
+
+mod products;
+mod rows;
+
+pub use self::products::{accumulate_rows, dot_rows};
+pub(crate) use self::rows::{Element, Slice, store_elements};
+pub use self::rows::{Rows, Storage, load_row, store_row};
+#[cfg(doc)]
+use crate::CpuFeatures;
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,202 @@
+//! Rows of cached values in their storage type.
+
+use half::{bf16, f16};
+
+use crate::cpu::features::CpuFeatures;
+use crate::cpu::simd::{Kernel, LANES, Simd, dispatch};
+
+/// A storage type of cached values.
+pub(crate) trait Element: Copy + Default {
+    fn load<S: Simd>(s: S, x: &[Self; LANES]) -> S::F;
+    fn store<S: Simd>(s: S, x: S::F, to: &mut [Self; LANES]);
+}
+
+impl Element for f32 {
+    #[inline(always)]
+    fn load<S: Simd>(s: S, x: &[Self; LANES]) -> S::F {
+        s.load(x)
+    }
+
+    #[inline(always)]
+    fn store<S: Simd>(s: S, x: S::F, to: &mut [Self; LANES]) {
+        s.store(x, to);
+    }
+}
+
+impl Element for f16 {
+    #[inline(always)]
+    fn load<S: Simd>(s: S, x: &[Self; LANES]) -> S::F {
+        s.load_f16(bytemuck::cast_ref(x))
+    }
+
+    #[inline(always)]
+    fn store<S: Simd>(s: S, x: S::F, to: &mut [Self; LANES]) {
+        s.store_f16(x, bytemuck::cast_mut(to));
+    }
+}
+
+impl Element for bf16 {
+    #[inline(always)]
+    fn load<S: Simd>(s: S, x: &[Self; LANES]) -> S::F {
+        s.load_bf16(bytemuck::cast_ref(x))
+    }
+
+    #[inline(always)]
+    fn store<S: Simd>(s: S, x: S::F, to: &mut [Self; LANES]) {
+        s.store_bf16(x, bytemuck::cast_mut(to));
+    }
+}
+
+/// Up to 16 elements, widened; zeros in the lanes after them.
+#[inline(always)]
+pub(super) fn load_some<E: Element, S: Simd>(s: S, x: &[E]) -> S::F {
+    match x.first_chunk() {
+        Some(all) => E::load(s, all),
+        None => {
+            let mut lanes = [E::default(); LANES];
+            lanes[..x.len()].copy_from_slice(x);
+            E::load(s, &lanes)
+        }
+    }
+}
+
+/// Elements of one of the storage types.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum Slice<'a> {
+    F32(&'a [f32]),
+    F16(&'a [f16]),
+    BF16(&'a [bf16]),
+}
+
+/// Rows at equal distances: row `i` begins at element `i * stride`. Its width is that of the vectors
+/// it is multiplied with.
+#[derive(Debug, Clone, Copy)]
+pub struct Rows<'a> {
+    pub(super) data: Slice<'a>,
+    pub(super) stride: usize,
+}
+
+impl<'a> Rows<'a> {
+    /// Rows of float32, `stride` elements from one to the next.
+    pub fn f32(data: &'a [f32], stride: usize) -> Self {
+        Self { data: Slice::F32(data), stride }
+    }
+
+    /// Rows of f16.
+    pub fn f16(data: &'a [f16], stride: usize) -> Self {
+        Self { data: Slice::F16(data), stride }
+    }
+
+    /// Rows of bf16.
+    pub fn bf16(data: &'a [bf16], stride: usize) -> Self {
+        Self { data: Slice::BF16(data), stride }
+    }
+
+    pub(crate) fn new(data: Slice<'a>, stride: usize) -> Self {
+        Self { data, stride }
+    }
+
+    fn len(&self) -> usize {
+        match self.data {
+            Slice::F32(x) => x.len(),
+            Slice::F16(x) => x.len(),
+            Slice::BF16(x) => x.len(),
+        }
+    }
+
+    /// Panics unless there are `count` rows of `width`.
+    pub(super) fn check(&self, count: usize, width: usize) {
+        let end = count
+            .checked_sub(1)
+            .map(|last| last.checked_mul(self.stride).and_then(|start| start.checked_add(width)));
+        match end {
+            None => {}
+            Some(Some(end)) if end <= self.len() => {}
+            _ => panic!(
+                "{count} rows of {width} at a stride of {} do not fit into {} elements",
+                self.stride,
+                self.len()
+            ),
+        }
+    }
+}
+
+/// Widens row `i` of `rows` into `out`, exactly.
+///
+/// # Panics
+/// When there is no such row of `out.len()` elements.
+pub fn load_row(rows: Rows<'_>, i: usize, out: &mut [f32]) {
+    rows.check(i.saturating_add(1), out.len());
+    let start = i * rows.stride;
+    let features = CpuFeatures::current();
+    match rows.data {
+        Slice::F32(x) => out.copy_from_slice(&x[start..][..out.len()]),
+        Slice::F16(x) => dispatch(features, Widen { x: &x[start..], out }),
+        Slice::BF16(x) => dispatch(features, Widen { x: &x[start..], out }),
+    }
+}
+
+/// A storage type that [`store_row`] rounds to.
+#[allow(private_bounds)] // closed: the three types of `Rows`
+pub trait Storage: Element {}
+
+impl Storage for f32 {}
+impl Storage for f16 {}
+impl Storage for bf16 {}
+
+/// Rounds `x` to the storage type, to the nearest, ties to even; equal lengths.
+///
+/// # Panics
+/// When the lengths differ.
+pub fn store_row<E: Storage>(x: &[f32], out: &mut [E]) {
+    assert_eq!(x.len(), out.len(), "a row and its storage differ in length");
+    store_elements(x, out);
+}
+
+pub(crate) fn store_elements<E: Element>(x: &[f32], out: &mut [E]) {
+    dispatch(CpuFeatures::current(), Narrow { x, out });
+}
+
+struct Widen<'a, E> {
+    x: &'a [E],
+    out: &'a mut [f32],
+}
+
+impl<E: Element> Kernel for Widen<'_, E> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) {
+        for (x, out) in self.x.chunks(LANES).zip(self.out.chunks_mut(LANES)) {
+            let wide = load_some(s, x);
+            match out.first_chunk_mut() {
+                Some(all) => s.store(wide, all),
+                None => s.store_part(wide, out),
+            }
+        }
+    }
+}
+
+struct Narrow<'a, E> {
+    x: &'a [f32],
+    out: &'a mut [E],
+}
+
+impl<E: Element> Kernel for Narrow<'_, E> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) {
+        for (x, out) in self.x.chunks(LANES).zip(self.out.chunks_mut(LANES)) {
+            let x = load_some(s, x);
+            match out.first_chunk_mut() {
+                Some(all) => E::store(s, x, all),
+                None => {
+                    let mut lanes = [E::default(); LANES];
+                    E::store(s, x, &mut lanes);
+                    out.copy_from_slice(&lanes[..out.len()]);
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,142 @@
+//! Products with rows of every type against float64, whole and in parts.
+
+use half::{bf16, f16};
+
+use super::*;
+
+const WIDTHS: [usize; 10] = [1, 7, 16, 33, 64, 80, 96, 100, 128, 256];
+
+fn values(n: usize, seed: u32) -> Vec<f32> {
+    (0..n as u32)
+        .map(|i| {
+            let bits = (i + 1).wrapping_mul(2_654_435_761).wrapping_add(seed.wrapping_mul(40_503));
+            (bits.wrapping_mul(bits | 1) as i32) as f32 / 2_147_483_648.0
+        })
+        .collect()
+}
+
+/// The same values in each type, with the exact value each rounds to.
+fn with_each_type(x: &[f32], stride: usize, test: impl Fn(Rows<'_>, &[f64])) {
+    let exact: Vec<f64> = x.iter().map(|&x| f64::from(x)).collect();
+    test(Rows::f32(x, stride), &exact);
+    let halves: Vec<f16> = x.iter().map(|&x| f16::from_f32(x)).collect();
+    let exact: Vec<f64> = halves.iter().map(|x| x.to_f64()).collect();
+    test(Rows::f16(&halves, stride), &exact);
+    let halves: Vec<bf16> = x.iter().map(|&x| bf16::from_f32(x)).collect();
+    let exact: Vec<f64> = halves.iter().map(|x| x.to_f64()).collect();
+    test(Rows::bf16(&halves, stride), &exact);
+}
+
+#[test]
+fn scores() {
+    crate::cpu::ops::tests::at_every_level(|| {
+        for width in WIDTHS {
+            for (heads, count, gap) in [(1, 16, 0), (3, 5, 3), (9, 2, 1), (4, 1, 0), (2, 0, 0)] {
+                let stride = width + gap;
+                let (x, q) = (values(16 * stride, 1), values(heads * width, 2));
+                let out_stride = count + 2;
+                with_each_type(&x, stride, |rows, exact| {
+                    let mut out = vec![7.0; heads * out_stride];
+                    dot_rows(&q, heads, rows, count, &mut out, out_stride);
+                    for (at, &got) in out.iter().enumerate() {
+                        let (h, i) = (at / out_stride, at % out_stride);
+                        if i >= count {
+                            assert_eq!(got, 7.0, "written beside the scores");
+                            continue;
+                        }
+                        let row = &exact[i * stride..][..width];
+                        let q = &q[h * width..][..width];
+                        let want: f64 = row.iter().zip(q).map(|(x, &q)| x * f64::from(q)).sum();
+                        assert!((f64::from(got) - want).abs() < 2e-6 * (width as f64).sqrt());
+                        // The same alone.
+                        let mut one = [0.0];
+                        let rest = match rows.data {
+                            Slice::F32(x) => Rows::f32(&x[i * stride..], stride),
+                            Slice::F16(x) => Rows::f16(&x[i * stride..], stride),
+                            Slice::BF16(x) => Rows::bf16(&x[i * stride..], stride),
+                        };
+                        dot_rows(q, 1, rest, 1, &mut one, 1);
+                        assert_eq!(one[0], got);
+                    }
+                });
+            }
+        }
+    });
+}
+
+#[test]
+fn weighted_sums() {
+    crate::cpu::ops::tests::at_every_level(|| {
+        for width in WIDTHS {
+            for (heads, count, gap) in [(1, 16, 0), (3, 5, 3), (9, 2, 1), (4, 1, 0), (2, 0, 0)] {
+                let stride = width + gap;
+                let p_stride = count + 1;
+                let (x, p) = (values(16 * stride, 3), values(heads * p_stride, 4));
+                let start = values(heads * width, 5);
+                with_each_type(&x, stride, |rows, exact| {
+                    let mut acc = start.clone();
+                    accumulate_rows(&p, p_stride, heads, rows, count, &mut acc);
+                    for (at, &got) in acc.iter().enumerate() {
+                        let (h, c) = (at / width, at % width);
+                        let terms = (0..count)
+                            .map(|i| f64::from(p[h * p_stride + i]) * exact[i * stride + c]);
+                        let want = f64::from(start[at]) + terms.sum::<f64>();
+                        assert!((f64::from(got) - want).abs() < 4e-6);
+                    }
+                    // The same row by row and head by head.
+                    let mut parts = start.clone();
+                    for i in 0..count {
+                        for (h, acc) in parts.chunks_mut(width).enumerate() {
+                            let rest = match rows.data {
+                                Slice::F32(x) => Rows::f32(&x[i * stride..], stride),
+                                Slice::F16(x) => Rows::f16(&x[i * stride..], stride),
+                                Slice::BF16(x) => Rows::bf16(&x[i * stride..], stride),
+                            };
+                            accumulate_rows(&p[h * p_stride + i..][..1], 1, 1, rest, 1, acc);
+                        }
+                    }
+                    assert_eq!(parts, acc);
+                });
+            }
+        }
+    });
+}
+
+#[test]
+fn rows_are_rounded_and_widened() {
+    crate::cpu::ops::tests::at_every_level(|| {
+        for width in WIDTHS {
+            let x = values(width, 6);
+            let (mut half, mut brain) = (vec![f16::ZERO; width], vec![bf16::ZERO; width]);
+            store_row(&x, &mut half);
+            store_row(&x, &mut brain);
+            let mut out = vec![0.0; width];
+            for i in 0..width {
+                assert_eq!(half[i], f16::from_f32(x[i]));
+                assert_eq!(brain[i], bf16::from_f32(x[i]));
+            }
+            load_row(Rows::f16(&half, width), 0, &mut out);
+            assert!(out.iter().zip(&half).all(|(&o, h)| o == h.to_f32()));
+            load_row(Rows::bf16(&brain, width), 0, &mut out);
+            assert!(out.iter().zip(&brain).all(|(&o, h)| o == h.to_f32()));
+            let twice = [x.clone(), x.clone()].concat();
+            load_row(Rows::f32(&twice, width), 1, &mut out);
+            assert_eq!(out, x);
+        }
+    });
+}
+
+#[test]
+fn rows_that_do_not_fit_are_refused() {
+    let x = [0.0; 64];
+    let refused = |test: &(dyn Fn() + std::panic::RefUnwindSafe)| {
+        assert!(std::panic::catch_unwind(test).is_err());
+    };
+    refused(&|| dot_rows(&[0.0; 16], 1, Rows::f32(&x, 17), 4, &mut [0.0; 4], 4));
+    refused(&|| dot_rows(&[0.0; 16], 1, Rows::f32(&x, usize::MAX), 3, &mut [0.0; 4], 4));
+    refused(&|| dot_rows(&[0.0; 32], 2, Rows::f32(&x, 16), 4, &mut [0.0; 7], 4));
+    refused(&|| dot_rows(&[0.0; 32], 2, Rows::f32(&x, 16), 4, &mut [0.0; 8], 3));
+    refused(&|| dot_rows(&[0.0; 33], 2, Rows::f32(&x, 16), 4, &mut [0.0; 8], 4));
+    refused(&|| accumulate_rows(&[0.0; 3], 4, 1, Rows::f32(&x, 16), 4, &mut [0.0; 16]));
+    refused(&|| load_row(Rows::f32(&x, 16), usize::MAX, &mut [0.0; 16]));
+}
