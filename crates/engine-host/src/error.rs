@@ -78,6 +78,30 @@ impl ErrorKind {
     }
 }
 
+/// The contract's kinds are an open set; an unknown one is internal.
+impl From<resource_api::ErrorKind> for ErrorKind {
+    fn from(kind: resource_api::ErrorKind) -> Self {
+        use resource_api::ErrorKind as Api;
+        match kind {
+            Api::INVALID => Self::Usage,
+            Api::NOT_FOUND => Self::NotFound,
+            Api::EXHAUSTED => Self::Exhausted,
+            Api::UNSUPPORTED => Self::Unsupported,
+            Api::POISONED => Self::Unavailable,
+            Api::TIMED_OUT => Self::Timeout,
+            Api::INCOMPATIBLE => Self::Invalid,
+            Api::PANICKED => Self::Panicked,
+            _ => Self::Internal,
+        }
+    }
+}
+
+impl From<resource_api::ResourceError> for Error {
+    fn from(e: resource_api::ResourceError) -> Self {
+        Self::new(e.kind().into(), e.to_string())
+    }
+}
+
 impl fmt::Display for ErrorKind {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(self.row().0)

@@ -6,13 +6,25 @@
 
 #![forbid(unsafe_code)]
 
+pub mod cli;
 pub mod config;
 pub mod discovery;
 pub mod document;
 pub mod elf;
+pub mod engine;
 pub mod error;
 pub mod manifest;
+pub mod names;
 pub mod order;
+pub mod registry;
+pub mod request;
+pub mod resources;
+pub mod runner;
+mod scheduler;
+pub mod services;
+pub mod setup;
+pub mod slots;
+pub mod step;
 pub mod suggest;
 
 pub use config::Config;

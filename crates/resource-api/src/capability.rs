@@ -16,10 +16,8 @@ impl Capability {
         Self(object)
     }
 
-    /// Used by the host, which makes all handles of one resource share a fault mark.
-    #[doc(hidden)]
-    pub fn object_mut(&mut self) -> &mut Object {
-        &mut self.0
+    pub(crate) fn into_object(self) -> Object {
+        self.0
     }
 
     /// Interface name, such as `kv.cache`.

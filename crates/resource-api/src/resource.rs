@@ -1,10 +1,13 @@
 //! The traits that an author implements: [`Resource`] and [`ResourceKind`].
 
+use crate::abi::fault::FaultCell;
+use crate::abi::object::{Interface, Object};
 use crate::capability::Offered;
 use crate::id::{NodeId, RequestId, StepId, WalkId};
 use crate::outcome::AdmitOutcome;
 use crate::plan::Plan;
 use crate::publish::PublishedInfo;
+use crate::spec::Dependency;
 use crate::spec::{EngineResourceInfo, NodeResourceSpec, PrefixInputs, RequestOverrides};
 use crate::step::{CGSlotSpec, ResourceStep, StepContext};
 use crate::{Capability, ResourceKey, Result, TypedRef};
@@ -158,7 +161,9 @@ pub trait Resource: Send + Sync {
         Ok(())
     }
 
-    /// Makes a request's streams empty again. With `free`, gives their memory back too. Unknown
+    /// Makes a request's streams empty again, so that its tokens can be run once more from the start
+    /// (after a preemption, or a rerun). With `free`, gives their memory back too. What was decided
+    /// about the request stays: how many tokens were sampled, their penalties, its seed. Unknown
     /// requests are accepted.
     fn reset_request(&self, _rid: RequestId, _free: bool) -> Result<()> {
         Ok(())
@@ -325,6 +330,35 @@ pub struct BuiltResource {
     pub resource: ResourceHandle,
     /// Its capabilities.
     pub capabilities: Vec<Capability>,
+}
+
+impl BuiltResource {
+    /// Gives all handles to this resource one fault mark that names it `key`.
+    pub fn named(self, key: &str) -> Self {
+        let fault = FaultCell::shared(key);
+        let share = |mut object: Object| {
+            object.share_fault(fault.clone());
+            object
+        };
+        let resource = share(self.resource.into_object());
+        let capabilities = self.capabilities.into_iter();
+        Self {
+            // SAFETY: the object came out of a resource handle.
+            resource: unsafe { ResourceHandle::from_object_unchecked(resource) },
+            capabilities: capabilities
+                .map(|c| Capability::from_object(share(c.into_object())))
+                .collect(),
+        }
+    }
+
+    /// What dependents get of this resource. `index` is where its plans are filed.
+    pub fn as_dependency(&self, spec: NodeResourceSpec, index: u32) -> Dependency {
+        let facts = self.resource.describe();
+        // SAFETY: facts borrow from the resource, which `Dependency` keeps alive beside them.
+        let facts = facts.into_iter().map(|f| unsafe { f.extend() }).collect();
+        let resource = self.resource.object().clone();
+        Dependency::new(spec, index, self.capabilities.clone(), facts, resource)
+    }
 }
 
 /// Builds a resource of a kind that is linked in (without a plugin): tests, static engines.

@@ -116,12 +116,8 @@ pub struct Dependency {
 }
 
 impl Dependency {
-    /// Used by the host.
-    ///
-    /// # Safety
     /// `facts` point into memory that lives as long as `resource`.
-    #[doc(hidden)]
-    pub unsafe fn new(
+    pub(crate) fn new(
         spec: NodeResourceSpec,
         index: u32,
         capabilities: Vec<Capability>,

@@ -19,7 +19,7 @@ const ENTRY: &[u8] = b"_1as_0lib_1header_0root_bmodule_bloader\0";
 
 /// A plugin that is loaded and fits this host. It stays mapped until the process ends: a Rust
 /// library with thread-local destructors cannot be unloaded soundly.
-#[derive(Debug)]
+#[derive(Clone, Debug, Default)]
 pub struct PluginLibrary {
     /// Name of its crate.
     pub name: String,
@@ -36,12 +36,12 @@ pub struct PluginLibrary {
 /// # Errors
 /// One line that says which stage refused and why. Nothing is unloaded afterwards.
 ///
-/// # Safety
-/// Runs the file's initialisers and trusts what it says about itself: the caller has decided to
-/// run this code in its process.
-pub unsafe fn load(path: &Path) -> Result<PluginLibrary> {
+/// Runs the file's initialisers and trusts what it says about itself. Calling this is the decision
+/// to run the file's code in this process, as starting it would be; there is nothing more that a
+/// caller could check.
+pub fn load_trusted(path: &Path) -> Result<PluginLibrary> {
     let refuse = |m: String| ResourceError::new(ErrorKind::INCOMPATIBLE, m);
-    // SAFETY: handed to the caller.
+    // SAFETY: initialisers of the file run here; the caller has decided to run its code.
     let library = unsafe { Library::open(Some(path), RTLD_NOW | RTLD_LOCAL | RTLD_NODELETE) }
         .map_err(|e| refuse(format!("cannot be loaded: {}", loader_text(&e))))?;
     // SAFETY: the symbol, if there, is the header that `export_plugin!` writes; `upgrade` checks

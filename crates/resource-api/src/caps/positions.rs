@@ -1,6 +1,6 @@
 //! `positions/1`: position ids of a step's tokens, and rotary embedding by them.
 
-use crate::id::{LabelId, RequestId};
+use crate::id::{LabelId, RequestId, StepId};
 use crate::step::StepContext;
 use crate::tensor::TensorViewMut;
 use crate::{PlanVec, Result, Typed};
@@ -17,11 +17,58 @@ pub struct PositionStepOptions {
     pub advance: PlanVec<u32>,
     /// Counters copied after the step, as a cache's post-forks.
     pub post_forks: PlanVec<crate::Fork>,
+    /// Plan labels that concatenate several streams' rows, as in the cache's options.
+    pub combined_labels: PlanVec<crate::CombinedLabel>,
 }
 
 impl Typed for PositionStepOptions {
     const TAG: &'static str = "positions.step";
     const MAJOR: u32 = 1;
+}
+
+/// What a position resource's `plan` lays out: the id of every token, grouped by plan label as in
+/// the cache's plan.
+#[repr(C)]
+#[derive(Debug, StableAbi)]
+pub struct PositionsPlan {
+    /// The step that was planned.
+    pub step: StepId,
+    /// One per plan label, in the order of the cache's plan.
+    pub groups: PlanVec<PositionGroup>,
+    /// Per token of the step, in packed order of groups.
+    pub pos_ids: PlanVec<u32>,
+}
+
+impl Default for PositionsPlan {
+    fn default() -> Self {
+        Self { step: StepId(u64::MAX), groups: PlanVec::default(), pos_ids: PlanVec::default() }
+    }
+}
+
+impl Typed for PositionsPlan {
+    const TAG: &'static str = "positions.plan";
+    const MAJOR: u32 = 1;
+}
+
+impl PositionsPlan {
+    /// Position of each token of `label`'s group, in packed order.
+    pub fn ids(&self, label: LabelId) -> Option<&[u32]> {
+        let group = self.groups.iter().find(|g| g.label == label)?;
+        let first = group.first_token as usize;
+        self.pos_ids.get(first..first + group.num_tokens as usize)
+    }
+}
+
+/// The tokens of one plan label.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, StableAbi)]
+pub struct PositionGroup {
+    /// The plan label.
+    pub label: LabelId,
+    /// First token in `pos_ids`.
+    pub first_token: u32,
+    /// Number of tokens.
+    pub num_tokens: u32,
 }
 
 /// Positions of the tokens of a step.

@@ -28,6 +28,56 @@ impl Typed for SamplerStepOptions {
     const MAJOR: u32 = 1;
 }
 
+/// What a sampler's `plan` lays out: parameters of the requests of a step.
+///
+/// Parameters live in seats that are kept from step to step in each slot, and a seat is written
+/// again only when its request changes; what moves in every step is `row` and `position`. Columns
+/// named "per seat" are parallel to each other, and so are those named "per row".
+#[repr(C)]
+#[derive(Debug, Default, StableAbi)]
+pub struct SamplerPlan {
+    /// Per row: the request. Padding rows are there too.
+    pub request: PlanVec<RequestId>,
+    /// Per row: its seat. Padding rows share seat 0, which is greedy.
+    pub seat: PlanVec<u32>,
+    /// Per seat: its row in this step. Meaningless unless `request[row]` sits here.
+    pub row: PlanVec<u32>,
+    /// Per seat: which request with which parameters the seat holds; 0 for none. No two are equal in
+    /// the life of a resource.
+    pub version: PlanVec<u64>,
+    /// Per seat: how many tokens of the request have been sampled, which is the place in its
+    /// sequence of random numbers. Not written for a staged step.
+    pub position: PlanVec<u32>,
+    /// Per seat: key of the random numbers.
+    pub seed: PlanVec<u64>,
+    /// Per seat: which of several answers to one prompt this is.
+    pub choice: PlanVec<u32>,
+    /// Per seat: 0 takes the best token.
+    pub temperature: PlanVec<f32>,
+    /// Per seat: 0 is off.
+    pub top_k: PlanVec<u32>,
+    /// Per seat: 1 is off.
+    pub top_p: PlanVec<f32>,
+    /// Per seat: 0 is off.
+    pub min_p: PlanVec<f32>,
+    /// Per seat: 1 is off.
+    pub repetition_penalty: PlanVec<f32>,
+    /// Per seat: first of the request's entries in `fresh`. Not written for a staged step.
+    pub fresh_start: PlanVec<u32>,
+    /// Per seat: number of entries in `fresh`.
+    pub fresh_len: PlanVec<u32>,
+    /// Tokens that this step feeds to requests with a repetition penalty and that they had not seen
+    /// before; ascending for each request.
+    pub fresh: PlanVec<u32>,
+    /// Whether the repetition penalty applies in this step.
+    pub apply_penalty: bool,
+}
+
+impl Typed for SamplerPlan {
+    const TAG: &'static str = "sampler.plan";
+    const MAJOR: u32 = 1;
+}
+
 /// One row's result.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, StableAbi)]

@@ -1,0 +1,170 @@
+//! The command line.
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use clap::{Args, Parser, Subcommand};
+use serde_json::{Map, Value, json};
+
+use crate::config::Config;
+use crate::error::{Error, Result};
+
+mod generate;
+mod jobs;
+mod plugins;
+mod report;
+
+#[derive(Parser)]
+#[command(name = "engine-host", version, about = "Serves transformer models with plugin resources")]
+struct Cli {
+    /// Log filter, such as `info` or `engine_host=debug`
+    #[arg(long, global = true, env = "ENGINE_HOST_LOG", default_value = "warn")]
+    log: String,
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Generate text for one prompt, one chat message, or a file of requests
+    Generate(GenerateArgs),
+    /// What is in the plugin directories
+    #[command(subcommand)]
+    Plugin(PluginCommand),
+}
+
+#[derive(Args)]
+struct ConfigArg {
+    /// Configuration file; without it the built-in one is used
+    #[arg(long, value_name = "FILE")]
+    config: Option<PathBuf>,
+}
+
+impl ConfigArg {
+    fn load(&self) -> Result<Config> {
+        match &self.config {
+            Some(path) => Config::load(path),
+            None => Config::embedded(),
+        }
+    }
+}
+
+#[derive(Args)]
+#[command(group = clap::ArgGroup::new("input").required(true))]
+struct GenerateArgs {
+    #[command(flatten)]
+    config: ConfigArg,
+    /// Text to complete
+    #[arg(long, value_name = "TEXT", group = "input")]
+    prompt: Option<String>,
+    /// A message to answer, put through the model's chat template
+    #[arg(long, value_name = "TEXT", group = "input")]
+    chat: Option<String>,
+    /// Requests, one JSON object per line, decoded as one continuous batch
+    #[arg(long, value_name = "FILE.jsonl", group = "input")]
+    prompts: Option<PathBuf>,
+    /// Where results of --prompts go, one JSON object per line; without it to standard output
+    #[arg(long, value_name = "FILE.jsonl", requires = "prompts")]
+    output: Option<PathBuf>,
+    /// Control-token strings in --prompt become those tokens
+    #[arg(long, requires = "prompt")]
+    parse_special: bool,
+    #[command(flatten)]
+    sampling: SamplingArgs,
+}
+
+/// Defaults for every request; a line of a --prompts file overrides them.
+#[derive(Args)]
+struct SamplingArgs {
+    /// Most tokens to generate per request
+    #[arg(long, default_value_t = 256)]
+    max_tokens: u32,
+    /// 0 picks the likeliest token; the sampler's default is 0.6
+    #[arg(long, allow_negative_numbers = true)]
+    temperature: Option<f64>,
+    /// Keep the K likeliest tokens; 0 or -1 keeps all
+    #[arg(long, allow_negative_numbers = true)]
+    top_k: Option<i64>,
+    /// Keep the likeliest tokens that reach this probability together
+    #[arg(long, allow_negative_numbers = true)]
+    top_p: Option<f64>,
+    /// Keep tokens at least this likely relative to the likeliest
+    #[arg(long, allow_negative_numbers = true)]
+    min_p: Option<f64>,
+    /// Above 1 makes tokens that were seen less likely
+    #[arg(long, allow_negative_numbers = true)]
+    repetition_penalty: Option<f64>,
+    /// Seed of the random choice
+    #[arg(long)]
+    seed: Option<u64>,
+    /// Go on after end-of-generation tokens
+    #[arg(long)]
+    ignore_eos: bool,
+    /// Report the K likeliest tokens with each generated one
+    #[arg(long, value_name = "K")]
+    logprobs: Option<u32>,
+}
+
+impl SamplingArgs {
+    /// As the fields of a request line.
+    fn fields(&self) -> Result<Map<String, Value>> {
+        let mut fields = Map::new();
+        let mut number = |name: &str, value: Option<f64>| -> Result<()> {
+            let Some(value) = value else { return Ok(()) };
+            // JSON has no NaN or infinity; the sampler would never see what was typed.
+            let json = serde_json::Number::from_f64(value).ok_or_else(|| {
+                Error::usage(format!("--{name} must be a finite number, got {value}"))
+            })?;
+            fields.insert(name.replace('-', "_"), Value::Number(json));
+            Ok(())
+        };
+        number("temperature", self.temperature)?;
+        number("top-p", self.top_p)?;
+        number("min-p", self.min_p)?;
+        number("repetition-penalty", self.repetition_penalty)?;
+        fields.insert("max_tokens".into(), json!(self.max_tokens));
+        fields.extend(self.top_k.map(|k| ("top_k".into(), json!(k))));
+        fields.extend(self.seed.map(|s| ("seed".into(), json!(s))));
+        fields.extend(self.ignore_eos.then(|| ("ignore_eos".into(), json!(true))));
+        fields.extend(self.logprobs.map(|k| ("logprobs".into(), json!(k))));
+        Ok(fields)
+    }
+}
+
+#[derive(Subcommand)]
+enum PluginCommand {
+    /// Every manifest found, with what became of it
+    List {
+        #[command(flatten)]
+        config: ConfigArg,
+        /// As JSON
+        #[arg(long)]
+        json: bool,
+    },
+}
+
+/// Runs the program: 0 for success, 1 for failure, 2 for wrong usage.
+pub fn main() -> ExitCode {
+    let cli = Cli::parse();
+    let filter = tracing_subscriber::EnvFilter::try_new(&cli.log);
+    let filter = match filter {
+        Ok(filter) => filter,
+        Err(e) => return fail(&Error::usage(format!("--log {:?}: {e}", cli.log))),
+    };
+    tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).init();
+    let done = match &cli.command {
+        Command::Generate(args) => generate::run(args),
+        Command::Plugin(PluginCommand::List { config, json }) => plugins::list(config, *json),
+    };
+    match done {
+        Ok(code) => code,
+        Err(e) => fail(&e),
+    }
+}
+
+fn fail(error: &Error) -> ExitCode {
+    for line in error.to_string().lines() {
+        eprintln!("error: {line}");
+    }
+    ExitCode::from(error.exit_code())
+}

@@ -1,0 +1,190 @@
+//! Requests as `generate` reads them: one JSON object each.
+
+use std::path::Path;
+
+use model::{ChatInput, ModelPackage};
+use serde_json::{Map, Value};
+
+use crate::error::{Error, Result};
+use crate::request::GenerateRequest;
+use crate::suggest;
+
+/// Fields that go to the sampler.
+const SAMPLING: [&str; 6] =
+    ["temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed"];
+/// All others.
+const OWN: [&str; 11] = [
+    "id",
+    "prompt",
+    "messages",
+    "prompt_ids",
+    "parse_special",
+    "max_tokens",
+    "ignore_eos",
+    "logprobs",
+    "stop_token_ids",
+    "tools",
+    "overrides",
+];
+
+/// One request of a file.
+#[derive(Debug)]
+pub struct Job {
+    /// The line's own id; its number, from 0, when it has none.
+    pub id: Value,
+    /// What to run, or why it cannot.
+    pub request: Result<GenerateRequest>,
+}
+
+/// Reads a file of requests. A line that is wrong fails alone, naming its number.
+///
+/// # Errors
+/// When the file cannot be read.
+pub fn read_file(
+    path: &Path,
+    defaults: &Map<String, Value>,
+    model: &ModelPackage,
+) -> Result<Vec<Job>> {
+    let bytes = std::fs::read(path)
+        .map_err(|e| Error::usage(format!("cannot read {}: {e}", path.display())))?;
+    let lines = bytes.split(|&b| b == b'\n').enumerate();
+    let blank = |line: &[u8]| line.iter().all(u8::is_ascii_whitespace);
+    let jobs = lines.filter(|(_, line)| !blank(line)).enumerate().map(|(at, (number, line))| {
+        let mut id = Value::from(at);
+        let request = parse_line(line)
+            .and_then(|mut fields| {
+                if let Some(own) = fields.remove("id") {
+                    id = own;
+                }
+                let mut all = defaults.clone();
+                all.extend(fields);
+                request(all, model)
+            })
+            .map_err(|e| Error::new(e.kind(), format!("line {}: {e}", number + 1)));
+        Job { id, request }
+    });
+    Ok(jobs.collect())
+}
+
+fn parse_line(line: &[u8]) -> Result<Map<String, Value>> {
+    let text = std::str::from_utf8(line)
+        .map_err(|e| Error::usage(format!("is not UTF-8 (byte {})", e.valid_up_to() + 1)))?;
+    match serde_json::from_str(text) {
+        Ok(Value::Object(fields)) => Ok(fields),
+        Ok(_) => Err(Error::usage("is not a JSON object")),
+        Err(e) => Err(Error::usage(format!("is not JSON: {}", at_column(&e)))),
+    }
+}
+
+/// serde's text without its line number, which would be 1 on every line of the file.
+fn at_column(e: &serde_json::Error) -> String {
+    let text = e.to_string();
+    let what = text.split(" at line ").next().unwrap_or(&text);
+    format!("{what} at column {}", e.column())
+}
+
+/// A request from its fields.
+///
+/// # Errors
+/// The first field that is unknown, of the wrong type, or missing.
+pub fn request(fields: Map<String, Value>, model: &ModelPackage) -> Result<GenerateRequest> {
+    let known = || OWN.into_iter().chain(SAMPLING);
+    if let Some(name) = fields.keys().find(|name| !known().any(|k| k == name.as_str())) {
+        let hint = suggest::did_you_mean(name, known());
+        return Err(Error::usage(format!("unknown field {name:?}{hint}")));
+    }
+    let mut request = GenerateRequest {
+        prompt: prompt(&fields, model)?,
+        max_tokens: number(&fields, "max_tokens")?.unwrap_or(256),
+        ignore_eos: field(&fields, "ignore_eos", "true or false", Value::as_bool)?.unwrap_or(false),
+        stop_token_ids: ids(&fields, "stop_token_ids")?.unwrap_or_default(),
+        logprobs: number(&fields, "logprobs")?,
+        ..GenerateRequest::default()
+    };
+    let is_set = |v: &Value| !v.is_null();
+    for name in SAMPLING {
+        if let Some(value) = fields.get(name).filter(|v| is_set(v)) {
+            request.sampling.insert(name.into(), value.clone());
+        }
+    }
+    let overrides =
+        field(&fields, "overrides", "an object of objects", |v| v.as_object().cloned())?;
+    for (key, config) in overrides.unwrap_or_default() {
+        let Value::Object(config) = config else {
+            return Err(Error::usage(format!("overrides.{key} must be an object")));
+        };
+        request.overrides.insert(key, config);
+    }
+    Ok(request)
+}
+
+/// Token ids of whichever one of the three kinds of prompt is there.
+fn prompt(fields: &Map<String, Value>, model: &ModelPackage) -> Result<Vec<u32>> {
+    let given: Vec<&str> = ["prompt", "messages", "prompt_ids"]
+        .into_iter()
+        .filter(|name| fields.get(*name).is_some_and(|v| !v.is_null()))
+        .collect();
+    let [name] = given[..] else {
+        let what = if given.is_empty() { "none is there".into() } else { given.join(" and ") };
+        return Err(Error::usage(format!(
+            "needs one of \"prompt\", \"messages\" and \"prompt_ids\": {what}"
+        )));
+    };
+    let parse_special =
+        field(fields, "parse_special", "true or false", Value::as_bool)?.unwrap_or(false);
+    let tokenizer = &model.tokenizer;
+    let encode = |text: &str, special| {
+        tokenizer.encode(text, special).map_err(|e| Error::usage(e.to_string()))
+    };
+    match name {
+        "prompt" => {
+            let text = field(fields, name, "a string", |v| v.as_str().map(str::to_owned))?;
+            Ok(tokenizer.with_bos(encode(&text.unwrap_or_default(), parse_special)?))
+        }
+        "messages" => {
+            let messages = field(fields, name, "an array", |v| v.as_array().cloned())?;
+            let template = model.chat_template().map_err(|e| Error::usage(e.to_string()))?;
+            let input = ChatInput {
+                messages: &messages.unwrap_or_default(),
+                tools: fields.get("tools").filter(|v| !v.is_null()),
+                add_generation_prompt: true,
+                ..ChatInput::default()
+            };
+            let text = template.render(&input).map_err(|e| Error::usage(e.to_string()))?;
+            encode(&text, true)
+        }
+        _ => Ok(ids(fields, name)?.unwrap_or_default()),
+    }
+}
+
+fn ids(fields: &Map<String, Value>, name: &str) -> Result<Option<Vec<u32>>> {
+    let id = |v: &Value| v.as_u64().and_then(|n| u32::try_from(n).ok());
+    let Some(value) = fields.get(name).filter(|v| !v.is_null()) else { return Ok(None) };
+    let Some(list) = value.as_array() else {
+        return Err(Error::usage(format!("{name} must be an array of token ids")));
+    };
+    match list.iter().find(|v| id(v).is_none()) {
+        Some(wrong) => Err(Error::usage(format!("{name}: {wrong} is not a token id"))),
+        None => Ok(Some(list.iter().filter_map(id).collect())),
+    }
+}
+
+fn number(fields: &Map<String, Value>, name: &str) -> Result<Option<u32>> {
+    let what = "a whole number from 0 to 4294967295";
+    field(fields, name, what, |v| v.as_u64().and_then(|n| u32::try_from(n).ok()))
+}
+
+/// A field by type; `None` when it is absent or null.
+fn field<T>(
+    fields: &Map<String, Value>,
+    name: &str,
+    what: &str,
+    read: impl Fn(&Value) -> Option<T>,
+) -> Result<Option<T>> {
+    match fields.get(name).filter(|v| !v.is_null()) {
+        None => Ok(None),
+        Some(value) => read(value)
+            .map(Some)
+            .ok_or_else(|| Error::usage(format!("{name} must be {what}, got {value}"))),
+    }
+}

@@ -1,0 +1,7 @@
+//! The `engine-host` program.
+
+#![forbid(unsafe_code)]
+
+fn main() -> std::process::ExitCode {
+    engine_host::cli::main()
+}

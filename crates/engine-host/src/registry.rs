@@ -1,0 +1,223 @@
+//! The kinds that can be built, each from the plugin that was loaded for it.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::sync::Mutex;
+
+use resource_api::abi::library::{PluginLibrary, load_trusted};
+use resource_api::{
+    BuiltResource, EngineResourceInfo, Kind, KindHandle, NodeResourceSpec, ResourceError,
+};
+
+use crate::discovery::{Discovered, Discovery, State};
+use crate::elf::Sha256Digest;
+use crate::error::{Error, ErrorKind, Result};
+use crate::suggest;
+
+/// A kind with where it comes from.
+#[derive(Clone, Debug)]
+pub struct Registered {
+    /// Builds resources of the kind.
+    pub kind: KindHandle,
+    /// Name of the plugin; `(linked in)` for a static kind.
+    pub plugin: String,
+}
+
+/// Kinds by name.
+#[derive(Debug, Default)]
+pub struct Registry {
+    kinds: BTreeMap<String, Registered>,
+    /// Why kinds that some manifest offers are not here.
+    missing: BTreeMap<String, String>,
+}
+
+/// One manifest after loading was tried: what `plugin list` shows.
+#[derive(Debug)]
+pub struct Listed {
+    /// Name of the plugin.
+    pub name: String,
+    /// Its version, from the manifest.
+    pub version: String,
+    /// Path of the manifest.
+    pub manifest: PathBuf,
+    /// Kinds that it offers.
+    pub kinds: Vec<String>,
+    /// Capabilities of what it builds.
+    pub provides: Vec<String>,
+    /// `loaded`, `disabled` or `refused`.
+    pub state: &'static str,
+    /// Why it was refused; one line.
+    pub reason: Option<String>,
+    library: Option<PluginLibrary>,
+}
+
+/// Files that are loaded already. The same content is loaded once: the dynamic linker would give
+/// back the same image, whose statics are shared anyway.
+static LOADED: Mutex<BTreeMap<[u8; 32], Vec<KindHandle>>> = Mutex::new(BTreeMap::new());
+
+impl Registry {
+    /// Loads what the config needs, or everything usable when `wanted` is `None`. A plugin that is
+    /// refused does not stop the others; asking for a kind of it says why.
+    pub fn load(discovery: &Discovery, wanted: Option<&[&str]>) -> Self {
+        let mut registry = Self::default();
+        for found in &discovery.plugins {
+            let Some(manifest) = &found.manifest else { continue };
+            let is_wanted = |kinds: &[&str]| manifest.kinds.iter().any(|k| kinds.contains(&&**k));
+            if found.state == State::Usable && wanted.is_none_or(is_wanted) {
+                registry.register(inspect(found));
+            }
+        }
+        registry
+    }
+
+    fn register(&mut self, listed: Listed) {
+        match listed.library {
+            Some(library) => {
+                for kind in library.kinds {
+                    let entry = Registered { plugin: listed.name.clone(), kind };
+                    self.kinds.insert(entry.kind.kind(), entry);
+                }
+            }
+            None => {
+                let reason = listed.reason.unwrap_or_default();
+                for kind in listed.kinds {
+                    self.missing.insert(kind, reason.clone());
+                }
+            }
+        }
+    }
+
+    /// Adds a kind that is linked in: `registry.link(resource_api::kind::<MyKind>())`.
+    pub fn link(&mut self, kind: KindHandle) {
+        let entry = Registered { plugin: "(linked in)".into(), kind };
+        self.kinds.insert(entry.kind.kind(), entry);
+    }
+
+    /// Names of the kinds.
+    pub fn kinds(&self) -> impl Iterator<Item = &str> {
+        self.kinds.keys().map(String::as_str)
+    }
+
+    /// The kind with this name.
+    ///
+    /// # Errors
+    /// Which kinds there are, the nearest name, and why a plugin that has it was refused.
+    pub fn kind(&self, name: &str) -> Result<&Registered> {
+        if let Some(kind) = self.kinds.get(name) {
+            return Ok(kind);
+        }
+        let message = match self.missing.get(name) {
+            Some(reason) => format!("kind {name:?} cannot be used: {reason}"),
+            None => format!(
+                "kind {name:?} is offered by no plugin{} (kinds there are: {})",
+                suggest::did_you_mean(name, self.kinds()),
+                suggest::listed(self.kinds()),
+            ),
+        };
+        Err(Error::new(ErrorKind::NotFound, message))
+    }
+
+    /// Builds a resource: the seed's `build_resource(spec, info)`.
+    ///
+    /// # Errors
+    /// An unknown kind, wrong settings, or what the kind's own `build` says; names the resource.
+    pub fn build_resource(
+        &self,
+        spec: &NodeResourceSpec,
+        info: EngineResourceInfo,
+    ) -> Result<BuiltResource> {
+        let registered = self.kind(&spec.kind)?;
+        registered.kind.build(spec.clone(), info).map_err(|e| of_resource(spec, registered, e))
+    }
+
+    /// Keys that a resource with this spec depends on, as its kind says.
+    ///
+    /// # Errors
+    /// An unknown kind or wrong settings; names the resource.
+    pub fn depends_on(&self, spec: &NodeResourceSpec) -> Result<Vec<String>> {
+        let registered = self.kind(&spec.kind)?;
+        registered.kind.depends_on(spec.clone()).map_err(|e| of_resource(spec, registered, e))
+    }
+}
+
+/// An error of a plugin with the names that a person needs to act on it.
+fn of_resource(spec: &NodeResourceSpec, from: &Registered, e: ResourceError) -> Error {
+    let place = format!("[resources.{}]", spec.resource_key);
+    let text = e.to_string();
+    let message = match text.starts_with(&place) {
+        true => text,
+        false => format!("{place} (kind {}, plugin {}): {text}", spec.kind, from.plugin),
+    };
+    Error::new(ErrorKind::from(e.kind()), message)
+}
+
+/// Loads one plugin, if its manifest allows, and says what became of it.
+pub fn inspect(found: &Discovered) -> Listed {
+    let manifest = found.manifest.as_ref();
+    let mut listed = Listed {
+        name: found.name(),
+        version: manifest.map(|m| m.version.clone()).unwrap_or_default(),
+        manifest: found.path.clone(),
+        kinds: manifest.map(|m| m.kinds.clone()).unwrap_or_default(),
+        provides: manifest
+            .map(|m| m.provides.iter().map(ToString::to_string).collect())
+            .unwrap_or_default(),
+        state: "refused",
+        reason: None,
+        library: None,
+    };
+    match &found.state {
+        State::Disabled => listed.state = "disabled",
+        State::Refused(reason) => listed.reason = Some(reason.clone()),
+        State::Usable => match open(found) {
+            Ok(library) => {
+                listed.state = "loaded";
+                listed.library = Some(library);
+            }
+            Err(reason) => listed.reason = Some(reason),
+        },
+    }
+    listed
+}
+
+/// Checks, loads and compares with the manifest.
+fn open(found: &Discovered) -> Result<PluginLibrary, String> {
+    let checked = found.check_library().map_err(|e| e.to_string())?;
+    let library = load_once(&checked.load_path(), checked.sha256)
+        .map_err(|e| format!("{}: {e}", checked.path.display()))?;
+    let Some(manifest) = &found.manifest else { return Ok(library) };
+    let mut kinds: Vec<String> = library.kinds.iter().map(Kind::kind).collect();
+    let mut provides: Vec<String> = library.kinds.iter().flat_map(Kind::provides).collect();
+    let mut said_kinds = manifest.kinds.clone();
+    let mut said_provides: Vec<String> =
+        manifest.provides.iter().map(|p| format!("{}/{}", p.name, p.major)).collect();
+    for list in [&mut kinds, &mut provides, &mut said_kinds, &mut said_provides] {
+        list.sort();
+        list.dedup();
+    }
+    let differs = |what: &str, said: &[String], has: &[String]| {
+        let show = |names: &[String]| suggest::listed(names.iter().map(String::as_str));
+        let (said, has) = (show(said), show(has));
+        Err(format!(
+            "{}: manifest says {what} {said}, library has {has}: make the manifest agree",
+            found.path.display()
+        ))
+    };
+    if kinds != said_kinds {
+        return differs("kinds", &said_kinds, &kinds);
+    }
+    if provides != said_provides {
+        return differs("provides", &said_provides, &provides);
+    }
+    Ok(library)
+}
+
+fn load_once(path: &Path, digest: Sha256Digest) -> resource_api::Result<PluginLibrary> {
+    let mut loaded = LOADED.lock().unwrap_or_else(|e| e.into_inner());
+    if let Some(kinds) = loaded.get(&digest.0) {
+        return Ok(PluginLibrary { kinds: kinds.clone(), ..PluginLibrary::default() });
+    }
+    let library = load_trusted(path)?;
+    loaded.insert(digest.0, library.kinds.clone());
+    Ok(library)
+}

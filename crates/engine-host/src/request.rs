@@ -1,0 +1,235 @@
+//! A request as the engine keeps it, and what it reports about it.
+
+use std::collections::BTreeMap;
+
+use resource_api::RequestId;
+use serde_json::{Map, Value};
+
+/// What a caller asks for.
+#[derive(Clone, Debug, Default)]
+pub struct GenerateRequest {
+    /// Token ids of the prompt; at least one.
+    pub prompt: Vec<u32>,
+    /// Most tokens to generate; at least 1.
+    pub max_tokens: u32,
+    /// Whether end-of-generation tokens are tokens like any other.
+    pub ignore_eos: bool,
+    /// Further tokens that end the generation.
+    pub stop_token_ids: Vec<u32>,
+    /// How many of the best tokens to report with each generated one.
+    pub logprobs: Option<u32>,
+    /// Sampling settings that the request names (`temperature`, `top_k`, ...); they go to the
+    /// sampler of the node, which has defaults for the rest.
+    pub sampling: Map<String, Value>,
+    /// Per-request config of other resources, by resource key.
+    pub overrides: BTreeMap<String, Map<String, Value>>,
+}
+
+/// Why a request ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum FinishReason {
+    /// An end-of-generation or stop token.
+    Stop,
+    /// `max_tokens` or the model's context is used up.
+    Length,
+    /// The caller cancelled.
+    Cancelled,
+}
+
+impl FinishReason {
+    /// As in OpenAI's API.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Stop => "stop",
+            Self::Length => "length",
+            Self::Cancelled => "cancelled",
+        }
+    }
+}
+
+/// One generated token.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Token {
+    /// Its id.
+    pub id: u32,
+    /// Its log-probability under the model's own distribution.
+    pub logprob: f32,
+    /// The best tokens of that position with theirs; empty unless asked for.
+    pub top: Vec<(u32, f32)>,
+}
+
+/// How many tokens a request took.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Usage {
+    /// Tokens of the prompt.
+    pub prompt_tokens: u32,
+    /// Tokens generated.
+    pub completion_tokens: u32,
+    /// Tokens of the prompt that were read from a cache and not computed.
+    pub cached_tokens: u32,
+}
+
+/// What happened to a request in a step.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Event {
+    /// A token was generated.
+    Token(RequestId, Token),
+    /// The request ended well; it is gone from the engine.
+    Finished(RequestId, FinishReason, Usage),
+    /// The request failed, with one line for its caller; it is gone from the engine.
+    Failed(RequestId, String),
+}
+
+/// A request in the engine.
+#[derive(Debug)]
+pub(crate) struct Tracked {
+    pub rid: RequestId,
+    /// Prompt and generated tokens.
+    pub tokens: Vec<u32>,
+    pub prompt_len: usize,
+    /// How many of `tokens` are in the caches.
+    pub computed: usize,
+    pub cached: usize,
+    /// Order of arrival; the youngest is preempted first.
+    pub arrival: u64,
+    /// Whether the cached prefix has been asked for since it last started from nothing.
+    pub prefix_resolved: bool,
+    pub max_tokens: u32,
+    pub ignore_eos: bool,
+    pub stop_token_ids: Vec<u32>,
+    pub logprobs: Option<u32>,
+}
+
+impl Tracked {
+    pub fn generated(&self) -> usize {
+        self.tokens.len() - self.prompt_len
+    }
+
+    /// Tokens that are known and not computed yet.
+    pub fn pending(&self) -> usize {
+        self.tokens.len() - self.computed
+    }
+
+    pub fn usage(&self) -> Usage {
+        Usage {
+            prompt_tokens: self.prompt_len as u32,
+            completion_tokens: self.generated() as u32,
+            cached_tokens: self.cached as u32,
+        }
+    }
+
+    /// Why the request ends with its last token, if it does.
+    pub fn finish_reason(&self, eos: &[u32], max_model_len: usize) -> Option<FinishReason> {
+        let last = *self.tokens.last()?;
+        let is_eos = !self.ignore_eos && eos.contains(&last);
+        if self.generated() > 0 && (is_eos || self.stop_token_ids.contains(&last)) {
+            return Some(FinishReason::Stop);
+        }
+        let used_up =
+            self.generated() >= self.max_tokens as usize || self.tokens.len() >= max_model_len;
+        used_up.then_some(FinishReason::Length)
+    }
+}
+
+/// Requests by slot, with generations.
+#[derive(Debug, Default)]
+pub(crate) struct Requests {
+    slots: Vec<Option<Tracked>>,
+    generations: Vec<u32>,
+    free: Vec<u32>,
+}
+
+impl Requests {
+    /// The id that the next request will have.
+    pub fn next_id(&mut self) -> RequestId {
+        let slot = match self.free.last() {
+            Some(&slot) => slot,
+            None => {
+                self.slots.push(None);
+                self.generations.push(0);
+                let slot = self.slots.len() as u32 - 1;
+                self.free.push(slot);
+                slot
+            }
+        };
+        RequestId::new(slot, self.generations[slot as usize].wrapping_add(1).max(1))
+    }
+
+    /// Takes a request in under the id of [`Requests::next_id`].
+    pub fn insert(&mut self, request: Tracked) {
+        let rid = request.rid;
+        debug_assert_eq!(self.free.last(), Some(&rid.slot));
+        self.free.pop();
+        self.generations[rid.index()] = rid.generation;
+        self.slots[rid.index()] = Some(request);
+    }
+
+    pub fn get(&self, rid: RequestId) -> Option<&Tracked> {
+        self.slots.get(rid.index())?.as_ref().filter(|r| r.rid == rid)
+    }
+
+    pub fn get_mut(&mut self, rid: RequestId) -> Option<&mut Tracked> {
+        self.slots.get_mut(rid.index())?.as_mut().filter(|r| r.rid == rid)
+    }
+
+    pub fn remove(&mut self, rid: RequestId) -> Option<Tracked> {
+        self.get(rid)?;
+        self.free.push(rid.slot);
+        self.slots[rid.index()].take()
+    }
+
+    /// Spends an id whose request was refused: resources may have seen it.
+    pub fn burn(&mut self, rid: RequestId) {
+        self.generations[rid.index()] = rid.generation;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn tracked(rid: RequestId) -> Tracked {
+        Tracked {
+            rid,
+            tokens: vec![1, 2, 3],
+            prompt_len: 3,
+            computed: 0,
+            cached: 0,
+            arrival: 0,
+            prefix_resolved: false,
+            max_tokens: 2,
+            ignore_eos: false,
+            stop_token_ids: vec![],
+            logprobs: None,
+        }
+    }
+
+    #[test]
+    fn a_slot_comes_back_under_another_generation() {
+        let mut requests = Requests::default();
+        let first = requests.next_id();
+        requests.insert(tracked(first));
+        let second = requests.next_id();
+        assert_ne!(first.slot, second.slot);
+        requests.remove(first);
+        let third = requests.next_id();
+        assert_eq!((third.slot, third.generation), (first.slot, first.generation + 1));
+        requests.insert(tracked(third));
+        assert!(requests.get(first).is_none() && requests.remove(first).is_none());
+        assert!(requests.get(third).is_some());
+    }
+
+    #[test]
+    fn the_end_is_found_where_it_is() {
+        let mut r = tracked(RequestId::new(0, 1));
+        r.tokens[2] = 9;
+        assert_eq!(r.finish_reason(&[9], 100), None, "the prompt may end in an eos");
+        r.tokens.push(9);
+        assert_eq!(r.finish_reason(&[9], 100), Some(FinishReason::Stop));
+        r.ignore_eos = true;
+        assert_eq!(r.finish_reason(&[9], 100), None);
+        assert_eq!(r.finish_reason(&[9], 4), Some(FinishReason::Length));
+        r.tokens.push(7);
+        assert_eq!(r.finish_reason(&[9], 100), Some(FinishReason::Length));
+    }
+}

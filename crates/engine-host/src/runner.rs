@@ -1,0 +1,384 @@
+//! The step protocol: `admit -> plan -> forward -> commit -> outputs -> publish`, over all
+//! resources of a step, in build order.
+//!
+//! The runner hands out values that own what they reserved: a [`Live`] step is admitted and
+//! planned, a [`Staged`] one is so ahead of time. Each is used up by exactly one of promote,
+//! commit and abandon.
+
+use std::sync::Arc;
+
+use resource_api::{
+    AdmitOutcome, PublishedInfo, RequestId, Resource, ResourceError, ResourceHandle, SlotLease,
+    StepContext, StepHead, StepId, TypedRef,
+};
+
+use crate::error::{Error, Result};
+use crate::resources::ResourceSet;
+use crate::slots::Slots;
+use crate::step::SubmoduleStep;
+
+/// The answer of a resource that stopped a step, with the name it does not know itself.
+#[derive(Clone, Debug)]
+pub struct FullAdmitOutcome {
+    /// The first answer that is not a plain yes, or [`AdmitOutcome::OK`].
+    pub outcome: AdmitOutcome,
+    /// Key of the resource that refused; `None` when none did.
+    pub failed_resource: Option<String>,
+}
+
+/// How an attempt to start a step ended.
+#[derive(Debug)]
+pub enum Started {
+    /// It may run.
+    Live(Live),
+    /// It may not, and nothing has changed. The step comes back, to be tried in another shape.
+    Refused(FullAdmitOutcome, SubmoduleStep),
+}
+
+/// How an attempt to stage a step ended.
+#[derive(Debug)]
+pub enum StageOutcome {
+    /// It is planned ahead.
+    Staged(Staged),
+    /// It is not, and nothing has changed. The step comes back.
+    Refused(FullAdmitOutcome, SubmoduleStep),
+}
+
+/// A step that failed before its forward pass. Whatever it reserved has been given back.
+#[derive(Debug)]
+pub struct FailedStep {
+    /// Why, naming resource and method.
+    pub error: Error,
+    /// The step, for another try.
+    pub step: Box<SubmoduleStep>,
+}
+
+impl FailedStep {
+    fn new(error: Error, step: SubmoduleStep) -> Self {
+        Self { error, step: Box::new(step) }
+    }
+}
+
+/// A step that is admitted and planned.
+#[derive(Debug)]
+pub struct Live {
+    head: StepHead,
+    step: SubmoduleStep,
+    plan_results: Vec<TypedRef<'static>>,
+}
+
+impl Live {
+    /// What the step consists of.
+    pub fn step(&self) -> &SubmoduleStep {
+        &self.step
+    }
+
+    /// The context to run the forward pass under.
+    pub fn ctx(&self) -> StepContext<'_> {
+        let rids = &self.step.request_ids;
+        StepContext::new(self.head, rids, rids, &self.plan_results)
+    }
+}
+
+/// A step that is admitted and planned ahead of time.
+#[derive(Debug)]
+pub struct Staged(Live);
+
+impl Staged {
+    /// Its identity.
+    pub fn id(&self) -> StepId {
+        self.0.head.step
+    }
+
+    /// What the step consists of.
+    pub fn step(&self) -> &SubmoduleStep {
+        &self.0.step
+    }
+}
+
+/// A step that every resource has committed; its plans are still readable.
+#[derive(Debug)]
+pub struct Committed(Live);
+
+/// Drives resources through steps. One step is live at a time; one more may be staged.
+#[derive(Debug)]
+pub struct Runner {
+    resources: Arc<ResourceSet>,
+    slots: Slots,
+    last_step: u64,
+    epoch: u64,
+    spare_results: Vec<Vec<TypedRef<'static>>>,
+}
+
+impl Runner {
+    /// A runner with `slots` plan buffer sets; two are enough for one live and one staged step.
+    pub fn new(resources: Arc<ResourceSet>, slots: usize) -> Self {
+        let slots = Slots::new(slots.max(2));
+        Self { resources, slots, last_step: 0, epoch: 0, spare_results: Vec::new() }
+    }
+
+    /// The resources.
+    pub fn resources(&self) -> &Arc<ResourceSet> {
+        &self.resources
+    }
+
+    /// Epoch of the last step that was started.
+    pub fn epoch(&self) -> u64 {
+        self.epoch
+    }
+
+    /// Slots that no step holds.
+    pub fn free_slots(&self) -> usize {
+        self.slots.free()
+    }
+
+    /// Admits and plans a step. On a refusal or an error every resource reached has been rolled
+    /// back, in reverse order, the refuser included.
+    ///
+    /// # Errors
+    /// What a resource's `admit` or `plan` failed with, and the step.
+    pub fn start(&mut self, step: SubmoduleStep) -> Result<Started, FailedStep> {
+        let head = match self.new_head(&step, false) {
+            Ok(head) => head,
+            Err(e) => return Err(FailedStep::new(e, step)),
+        };
+        let mut live = Live { head, step, plan_results: self.take_results() };
+        match self.admit_and_plan(&mut live) {
+            Ok(None) => Ok(Started::Live(live)),
+            Ok(Some(refusal)) => Ok(Started::Refused(refusal, self.give_back(live))),
+            Err(e) => Err(FailedStep::new(e, self.give_back(live))),
+        }
+    }
+
+    /// Like [`Runner::start`], one step ahead. Resources that cannot be planned ahead are left for
+    /// the promotion.
+    ///
+    /// # Errors
+    /// As for [`Runner::start`].
+    pub fn stage(&mut self, step: SubmoduleStep) -> Result<StageOutcome, FailedStep> {
+        let head = match self.new_head(&step, true) {
+            Ok(head) => head,
+            Err(e) => return Err(FailedStep::new(e, step)),
+        };
+        let mut live = Live { head, step, plan_results: self.take_results() };
+        match self.admit_and_plan(&mut live) {
+            Ok(None) => Ok(StageOutcome::Staged(Staged(live))),
+            Ok(Some(refusal)) => {
+                self.clear_stage(&live);
+                Ok(StageOutcome::Refused(refusal, self.give_back(live)))
+            }
+            Err(e) => {
+                self.clear_stage(&live);
+                Err(FailedStep::new(e, self.give_back(live)))
+            }
+        }
+    }
+
+    /// Turns a staged step into the live one. Resources that planned it ahead recognise it by its
+    /// id and hand out the same plan.
+    ///
+    /// # Errors
+    /// As for [`Runner::start`]; the stage is undone.
+    pub fn promote(&mut self, staged: Staged) -> Result<Started, FailedStep> {
+        let mut live = staged.0;
+        live.head.is_preplan = false;
+        self.epoch += 1;
+        live.head.epoch = self.epoch;
+        match self.admit_and_plan(&mut live) {
+            Ok(None) => Ok(Started::Live(live)),
+            Ok(Some(refusal)) => {
+                self.clear_stage(&live);
+                Ok(Started::Refused(refusal, self.give_back(live)))
+            }
+            Err(e) => {
+                self.clear_stage(&live);
+                Err(FailedStep::new(e, self.give_back(live)))
+            }
+        }
+    }
+
+    /// Undoes a staged step without trace and gives its description back.
+    pub fn unstage(&mut self, staged: Staged) -> SubmoduleStep {
+        self.clear_stage(&staged.0);
+        self.give_back(staged.0)
+    }
+
+    /// Records that the step has run. Every resource commits, also after one has failed, so that
+    /// healthy ones stay consistent with what the forward pass wrote; the first failure is told.
+    pub fn commit(&self, live: Live) -> (Committed, Result<()>) {
+        let done = self.each(&live, "commit", |r, i, ctx| r.commit(&live.step.share(i), ctx));
+        (Committed(live), done)
+    }
+
+    /// Tells every resource of the step what was sampled.
+    ///
+    /// # Errors
+    /// The first resource that fails; the others are told all the same.
+    pub fn outputs(&self, done: &Committed, rids: &[RequestId], ids: &[u32]) -> Result<()> {
+        self.each(&done.0, "on_outputs", |r, _, ctx| r.on_outputs(ctx, rids, ids))
+    }
+
+    /// Releases the slot of a step and gives its description back for reuse.
+    pub fn finish(&mut self, done: Committed) -> SubmoduleStep {
+        self.give_back(done.0)
+    }
+
+    fn each(
+        &self,
+        live: &Live,
+        method: &str,
+        call: impl Fn(&ResourceHandle, usize, &StepContext<'_>) -> resource_api::Result<()>,
+    ) -> Result<()> {
+        let ctx = live.ctx();
+        let mut first = Ok(());
+        for &i in &live.step.resources {
+            let entry = &self.resources.entries()[i];
+            if let (Err(e), true) = (call(entry.resource(), i, &ctx), first.is_ok()) {
+                first = Err(within(&entry.key, method, e));
+            }
+        }
+        first
+    }
+
+    /// Gives up a live step whose forward pass failed: rolls back what it reserved.
+    pub fn abandon(&mut self, live: Live) -> SubmoduleStep {
+        self.roll_back(&live, live.step.resources.len());
+        self.give_back(live)
+    }
+
+    /// What each resource of the step publishes for `rid`, by key; silent ones are left out.
+    ///
+    /// # Errors
+    /// The first resource that fails.
+    pub fn publish_for_step(
+        &self,
+        done: &Committed,
+        rid: RequestId,
+    ) -> Result<Vec<(String, PublishedInfo)>> {
+        let live = &done.0;
+        let mut all = Vec::new();
+        for &i in &live.step.resources {
+            let entry = &self.resources.entries()[i];
+            let (node, walk) = (live.head.node, live.head.graph_walk);
+            let info = entry.resource().publish_for_step(rid, Some(node), Some(walk));
+            if let Some(info) = info.map_err(|e| within(&entry.key, "publish_for_step", e))? {
+                all.push((entry.key.clone(), info));
+            }
+        }
+        Ok(all)
+    }
+
+    fn new_head(&mut self, step: &SubmoduleStep, is_preplan: bool) -> Result<StepHead> {
+        if let Some(i) = step.resources.iter().find(|&&i| i >= self.resources.entries().len()) {
+            return Err(Error::usage(format!("the step names resource {i}, which does not exist")));
+        }
+        let lease = self.slots.lease()?;
+        self.last_step += 1;
+        if !is_preplan {
+            self.epoch += 1;
+        }
+        Ok(StepHead {
+            step: StepId(self.last_step),
+            epoch: self.epoch,
+            node: step.node,
+            graph_walk: step.graph_walk,
+            lease,
+            capture: false,
+            is_preplan,
+        })
+    }
+
+    /// `Ok(None)` when everybody is in; `Ok(Some(..))` on a refusal, after rolling back.
+    fn admit_and_plan(&self, live: &mut Live) -> Result<Option<FullAdmitOutcome>> {
+        live.plan_results.fill(TypedRef::NONE);
+        if let Some(refusal) = self.admit(live)? {
+            return Ok(Some(refusal));
+        }
+        self.plan(live)?;
+        Ok(None)
+    }
+
+    fn admit(&self, live: &Live) -> Result<Option<FullAdmitOutcome>> {
+        let ctx = live.ctx();
+        for (reached, &i) in live.step.resources.iter().enumerate() {
+            let entry = &self.resources.entries()[i];
+            if ctx.is_preplan() && !entry.supports_preplan {
+                continue;
+            }
+            let answer = entry.resource().admit(&live.step.share(i), &ctx);
+            match answer {
+                Ok(outcome) if outcome.is_ready() => {}
+                Ok(outcome) => {
+                    self.roll_back(live, reached + 1);
+                    let refused = (!outcome.is_ok()).then(|| entry.key.clone());
+                    return Ok(Some(FullAdmitOutcome { outcome, failed_resource: refused }));
+                }
+                Err(e) => {
+                    self.roll_back(live, reached + 1);
+                    return Err(within(&entry.key, "admit", e));
+                }
+            }
+        }
+        Ok(None)
+    }
+
+    fn plan(&self, live: &mut Live) -> Result<()> {
+        for n in 0..live.step.resources.len() {
+            let i = live.step.resources[n];
+            let entry = &self.resources.entries()[i];
+            if live.head.is_preplan && !entry.supports_preplan {
+                continue;
+            }
+            match entry.resource().plan(&live.step.share(i), &live.ctx()) {
+                Ok(plan) => live.plan_results[i] = plan.into_result(),
+                Err(e) => {
+                    self.roll_back(live, live.step.resources.len());
+                    return Err(within(&entry.key, "plan", e));
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Rolls back the first `reached` resources of the step, last first.
+    fn roll_back(&self, live: &Live, reached: usize) {
+        let ctx = live.ctx();
+        for &i in live.step.resources[..reached].iter().rev() {
+            let entry = &self.resources.entries()[i];
+            if ctx.is_preplan() && !entry.supports_preplan {
+                continue;
+            }
+            if let Err(e) = entry.resource().rollback_admit(&live.step.share(i), &ctx) {
+                tracing::error!(resource = entry.key, "rollback_admit failed: {e}");
+            }
+        }
+    }
+
+    fn clear_stage(&self, live: &Live) {
+        for &i in live.step.resources.iter().rev() {
+            let entry = &self.resources.entries()[i];
+            if !entry.supports_preplan {
+                continue;
+            }
+            if let Err(e) = entry.resource().clear_preplan(Some(live.head.step)) {
+                tracing::error!(resource = entry.key, "clear_preplan failed: {e}");
+            }
+        }
+    }
+
+    fn take_results(&mut self) -> Vec<TypedRef<'static>> {
+        let mut results = self.spare_results.pop().unwrap_or_default();
+        results.resize(self.resources.entries().len(), TypedRef::NONE);
+        results
+    }
+
+    fn give_back(&mut self, live: Live) -> SubmoduleStep {
+        self.slots.release(SlotLease { ..live.head.lease });
+        self.spare_results.push(live.plan_results);
+        live.step
+    }
+}
+
+fn within(key: &str, method: &str, e: ResourceError) -> Error {
+    Error::from(e.within(format!("resource `{key}`, {method}")))
+}

@@ -1,0 +1,198 @@
+//! Which requests run in the next step, and how many tokens of each.
+//!
+//! Continuous batching with chunked prefill: every running request moves on by the tokens it has
+//! pending (one, once its prompt is computed), as far as the step's token budget goes. Those that
+//! generate come first, so a long prompt never stalls them. When a step does not fit, the youngest
+//! request gives way, so the oldest always gets done and no request waits for ever.
+
+use std::collections::VecDeque;
+
+use resource_api::RequestId;
+
+use crate::request::{Requests, Tracked};
+
+/// Limits of one step.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Limits {
+    pub max_batch: usize,
+    pub max_batch_tokens: usize,
+}
+
+/// A request's share of a step.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Turn {
+    pub rid: RequestId,
+    /// Tokens to compute, at least 1.
+    pub span: usize,
+}
+
+/// The queues. Every running request is older than every waiting one.
+#[derive(Debug)]
+pub(crate) struct Scheduler {
+    limits: Limits,
+    /// Oldest first.
+    waiting: VecDeque<RequestId>,
+    /// Oldest first.
+    running: Vec<RequestId>,
+    /// A request gave way for lack of room. Nobody joins until one has ended: trying every step
+    /// anew would only churn.
+    full: bool,
+}
+
+impl Scheduler {
+    pub fn new(limits: Limits) -> Self {
+        Self { limits, waiting: VecDeque::new(), running: Vec::new(), full: false }
+    }
+
+    pub fn enqueue(&mut self, rid: RequestId) {
+        self.waiting.push_back(rid);
+    }
+
+    pub fn is_idle(&self) -> bool {
+        self.waiting.is_empty() && self.running.is_empty()
+    }
+
+    pub fn waiting(&self) -> usize {
+        self.waiting.len()
+    }
+
+    pub fn running(&self) -> usize {
+        self.running.len()
+    }
+
+    /// Lays out the next step in `turns`. `join` prepares a request that starts to run (its cached
+    /// prefix); `false` means that it has failed and is gone.
+    pub fn fill(
+        &mut self,
+        requests: &mut Requests,
+        turns: &mut Vec<Turn>,
+        mut join: impl FnMut(&mut Tracked) -> bool,
+    ) {
+        turns.clear();
+        let mut budget = self.limits.max_batch_tokens;
+        let mut take = |rid: RequestId, pending: usize| {
+            let span = pending.min(budget);
+            budget -= span;
+            if span > 0 {
+                turns.push(Turn { rid, span });
+            }
+            budget > 0
+        };
+        for generating in [true, false] {
+            for &rid in &self.running {
+                let pending = requests.get(rid).map_or(0, Tracked::pending);
+                if (pending == 1) == generating && !take(rid, pending) {
+                    return;
+                }
+            }
+        }
+        while !self.full && self.running.len() < self.limits.max_batch {
+            let Some(rid) = self.waiting.pop_front() else { return };
+            let Some(request) = requests.get_mut(rid) else { continue };
+            if !join(request) {
+                continue;
+            }
+            self.running.push(rid);
+            if !take(rid, request.pending()) {
+                return;
+            }
+        }
+    }
+
+    /// The request that gives way when a step does not fit: the youngest, unless it is alone.
+    pub fn give_way(&mut self) -> Option<RequestId> {
+        if self.running.len() < 2 {
+            return None;
+        }
+        let rid = self.running.pop()?;
+        self.waiting.push_front(rid);
+        self.full = true;
+        Some(rid)
+    }
+
+    /// Forgets a request; room has come free.
+    pub fn remove(&mut self, rid: RequestId) {
+        self.running.retain(|&r| r != rid);
+        self.waiting.retain(|&r| r != rid);
+        self.full = false;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    struct Bench {
+        scheduler: Scheduler,
+        requests: Requests,
+        turns: Vec<Turn>,
+    }
+
+    impl Bench {
+        fn new(max_batch: usize, max_batch_tokens: usize, prompts: &[usize]) -> Self {
+            let mut requests = Requests::default();
+            let mut scheduler = Scheduler::new(Limits { max_batch, max_batch_tokens });
+            for (i, &len) in prompts.iter().enumerate() {
+                let rid = requests.next_id();
+                requests.insert(Tracked {
+                    rid,
+                    tokens: vec![0; len],
+                    prompt_len: len,
+                    computed: 0,
+                    cached: 0,
+                    arrival: i as u64,
+                    prefix_resolved: false,
+                    max_tokens: 100,
+                    ignore_eos: true,
+                    stop_token_ids: vec![],
+                    logprobs: None,
+                });
+                scheduler.enqueue(rid);
+            }
+            Self { scheduler, requests, turns: Vec::new() }
+        }
+
+        /// Spans of the next step by request slot, after running it.
+        fn step(&mut self) -> Vec<(u32, usize)> {
+            self.scheduler.fill(&mut self.requests, &mut self.turns, |_| true);
+            let turns = self.turns.iter().map(|t| (t.rid.slot, t.span)).collect();
+            for turn in &self.turns {
+                let request = self.requests.get_mut(turn.rid).unwrap();
+                request.computed += turn.span;
+                if request.pending() == 0 {
+                    request.tokens.push(0);
+                }
+            }
+            turns
+        }
+    }
+
+    #[test]
+    fn generating_requests_come_before_long_prompts() {
+        let mut bench = Bench::new(8, 10, &[3, 25]);
+        assert_eq!(bench.step(), [(0, 3), (1, 7)]);
+        assert_eq!(bench.step(), [(0, 1), (1, 9)]);
+        assert_eq!(bench.step(), [(0, 1), (1, 9)]);
+        assert_eq!(bench.step(), [(0, 1), (1, 1)]);
+    }
+
+    #[test]
+    fn the_batch_has_a_size() {
+        let mut bench = Bench::new(2, 100, &[5, 5, 5]);
+        assert_eq!(bench.step(), [(0, 5), (1, 5)]);
+        bench.scheduler.remove(RequestId::new(0, 1));
+        assert_eq!(bench.step(), [(1, 1), (2, 5)]);
+    }
+
+    #[test]
+    fn the_youngest_gives_way_and_waits_until_one_ends() {
+        let mut bench = Bench::new(8, 100, &[5, 5, 5]);
+        bench.step();
+        assert_eq!(bench.scheduler.give_way().unwrap().slot, 2);
+        assert_eq!(bench.step(), [(0, 1), (1, 1)]);
+        assert_eq!(bench.scheduler.give_way().unwrap().slot, 1);
+        assert_eq!(bench.scheduler.give_way(), None, "the last one stays");
+        bench.scheduler.remove(RequestId::new(0, 1));
+        assert_eq!(bench.step(), [(1, 1), (2, 1)]);
+    }
+}

@@ -1,0 +1,211 @@
+//! What the host does for plugins: its thread pool, log, metrics, clock, names and memory budget.
+
+use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard};
+use std::thread::JoinHandle;
+use std::time::Instant;
+
+use device::{Parallel, Pool};
+use resource_api::host::{Job, ParallelBody, level};
+use resource_api::{Device, ErrorKind, HostServices, LabelId, NodeId, ResourceError, WalkId};
+
+use crate::names::Names;
+
+/// The services of one engine.
+pub struct Services {
+    pool: Pool,
+    started: Instant,
+    /// Labels of streams; `main` is 0.
+    pub labels: Names,
+    /// Walks.
+    pub walks: Names,
+    /// Nodes.
+    pub nodes: Names,
+    budget: u64,
+    reserved: AtomicU64,
+    completed_epoch: AtomicU64,
+    metrics: Mutex<BTreeMap<String, Metric>>,
+    threads: Mutex<Vec<JoinHandle<()>>>,
+}
+
+/// One metric of a resource.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Metric {
+    /// Only ever added to.
+    Counter(u64),
+    /// Set to the present value.
+    Gauge(f64),
+}
+
+impl Services {
+    /// Services with `threads` threads (the calling one included) and `budget` bytes for resources.
+    pub fn new(threads: usize, budget: u64) -> Arc<Self> {
+        Arc::new(Self {
+            pool: Pool::new(threads),
+            started: Instant::now(),
+            labels: Names::with(["main"]),
+            walks: Names::default(),
+            nodes: Names::default(),
+            budget,
+            reserved: AtomicU64::new(0),
+            completed_epoch: AtomicU64::new(0),
+            metrics: Mutex::default(),
+            threads: Mutex::default(),
+        })
+    }
+
+    /// The pool, for the model's own kernels.
+    pub fn pool(&self) -> &Pool {
+        &self.pool
+    }
+
+    /// Says that all device work up to `epoch` has completed.
+    pub fn complete_epoch(&self, epoch: u64) {
+        self.completed_epoch.fetch_max(epoch, Ordering::Release);
+    }
+
+    /// All metrics, by `resource.name`.
+    pub fn metrics(&self) -> BTreeMap<String, Metric> {
+        lock(&self.metrics).clone()
+    }
+
+    /// Waits for the threads that plugins spawned.
+    pub fn join_threads(&self) {
+        let threads = std::mem::take(&mut *lock(&self.threads));
+        for thread in threads {
+            // A panic in it was contained and printed there.
+            let _ = thread.join();
+        }
+    }
+
+    fn update(&self, resource: &str, name: &str, f: impl FnOnce(Option<Metric>) -> Metric) {
+        let mut metrics = lock(&self.metrics);
+        let key = format!("{resource}.{name}");
+        let new = f(metrics.get(&key).copied());
+        metrics.insert(key, new);
+    }
+}
+
+impl HostServices for Services {
+    fn threads(&self) -> u32 {
+        self.pool.threads() as u32
+    }
+
+    fn parallel_for(&self, tasks: u32, body: ParallelBody) {
+        self.pool.run(tasks as usize, &|task| body.call(task as u32));
+    }
+
+    fn log(&self, at: u32, target: &str, message: &str) {
+        // tracing wants static targets, so the plugin's goes into a field.
+        match at {
+            level::ERROR => tracing::error!(plugin = target, "{message}"),
+            level::WARN => tracing::warn!(plugin = target, "{message}"),
+            level::INFO => tracing::info!(plugin = target, "{message}"),
+            level::DEBUG => tracing::debug!(plugin = target, "{message}"),
+            _ => tracing::trace!(plugin = target, "{message}"),
+        }
+    }
+
+    fn count(&self, resource: &str, name: &str, by: u64) {
+        self.update(resource, name, |old| match old {
+            Some(Metric::Counter(n)) => Metric::Counter(n.saturating_add(by)),
+            _ => Metric::Counter(by),
+        });
+    }
+
+    fn gauge(&self, resource: &str, name: &str, value: f64) {
+        self.update(resource, name, |_| Metric::Gauge(value));
+    }
+
+    fn now_nanos(&self) -> u64 {
+        self.started.elapsed().as_nanos() as u64
+    }
+
+    fn label_name(&self, label: LabelId) -> String {
+        self.labels.name(label.0)
+    }
+
+    fn label_id(&self, name: &str) -> LabelId {
+        LabelId(self.labels.intern(name))
+    }
+
+    fn walk_name(&self, walk: WalkId) -> String {
+        self.walks.name(walk.0)
+    }
+
+    fn node_name(&self, node: NodeId) -> String {
+        self.nodes.name(node.0)
+    }
+
+    fn completed_epoch(&self) -> u64 {
+        self.completed_epoch.load(Ordering::Acquire)
+    }
+
+    fn reserve_memory(&self, device: Device, bytes: u64) -> resource_api::Result<()> {
+        let taken = self.reserved.fetch_update(Ordering::AcqRel, Ordering::Acquire, |reserved| {
+            reserved.checked_add(bytes).filter(|&sum| sum <= self.budget)
+        });
+        let Err(reserved) = taken else { return Ok(()) };
+        let free = self.budget.saturating_sub(reserved);
+        let message = format!(
+            "{bytes} bytes on {device} are asked for, {free} of the engine's {} are left: ask for \
+             fewer pages or a smaller share of memory",
+            self.budget
+        );
+        Err(ResourceError::new(ErrorKind::EXHAUSTED, message).with_amounts(bytes, free))
+    }
+
+    fn release_memory(&self, _device: Device, bytes: u64) {
+        let give_back = |reserved: u64| Some(reserved.saturating_sub(bytes));
+        let _ = self.reserved.fetch_update(Ordering::AcqRel, Ordering::Acquire, give_back);
+    }
+
+    fn free_memory(&self, _device: Device) -> u64 {
+        self.budget.saturating_sub(self.reserved.load(Ordering::Acquire))
+    }
+
+    fn spawn(&self, name: &str, job: Job) -> resource_api::Result<()> {
+        let thread = std::thread::Builder::new().name(name.into()).spawn(move || job.run())?;
+        lock(&self.threads).push(thread);
+        Ok(())
+    }
+}
+
+impl std::fmt::Debug for Services {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Services({} threads, {} bytes)", self.pool.threads(), self.budget)
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(|e| e.into_inner())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_budget_is_never_overdrawn() {
+        let services = Services::new(1, 100);
+        assert!(services.reserve_memory(Device::CPU, 60).is_ok());
+        let e = services.reserve_memory(Device::CPU, 60).unwrap_err();
+        assert_eq!((e.kind(), e.amounts()), (ErrorKind::EXHAUSTED, (60, 40)));
+        assert!(services.reserve_memory(Device::CPU, u64::MAX).is_err());
+        services.release_memory(Device::CPU, 60);
+        assert_eq!(services.free_memory(Device::CPU), 100);
+    }
+
+    #[test]
+    fn counters_add_and_gauges_replace() {
+        let services = Services::new(1, 0);
+        services.count("kv", "evicted", 2);
+        services.count("kv", "evicted", 3);
+        services.gauge("kv", "free", 7.0);
+        services.gauge("kv", "free", 6.0);
+        let metrics = services.metrics();
+        assert_eq!(metrics["kv.evicted"], Metric::Counter(5));
+        assert_eq!(metrics["kv.free"], Metric::Gauge(6.0));
+    }
+}

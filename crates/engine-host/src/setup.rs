@@ -1,0 +1,250 @@
+//! From a configuration to a running engine: plugins, model, resources, in this order of memory:
+//! weights first, then the node's buffers, then pools from what is left.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::sync::Arc;
+
+use device::{Activations, PackOptions};
+use model::{Decoder, ModelPackage, Node};
+use resource_api::{DType, Device, EngineLimits, NodeResourceSpec};
+use serde_json::{Map, Value};
+
+use crate::config::{self, Config, ResourceConfig};
+use crate::discovery::{self, Discovery};
+use crate::document::{Problem, Problems};
+use crate::engine::{Engine, ModelFacts};
+use crate::error::{Error, ErrorKind, Result};
+use crate::manifest::ApiVersion;
+use crate::registry::Registry;
+use crate::resources::{BuildInfo, ResourceSet, Wanted};
+use crate::services::Services;
+use crate::suggest;
+
+/// Share of the memory left after the model is loaded that resources may take.
+const POOL_SHARE: f64 = 0.9;
+
+/// Told how far the model's weights are loaded, in bytes done and in all.
+pub type Progress<'a> = &'a mut dyn FnMut(usize, usize);
+
+/// An engine with the model's text side.
+pub struct Loaded {
+    /// Runs requests.
+    pub engine: Engine,
+    /// Tokenizer and chat template.
+    pub model: ModelPackage,
+}
+
+/// Finds the plugins of a configuration.
+///
+/// # Errors
+/// All plugin directories that cannot be used.
+pub fn discover(config: &Config) -> Result<Discovery> {
+    let api =
+        ApiVersion::parse(resource_api::API_VERSION).unwrap_or(ApiVersion { major: 1, minor: 0 });
+    let options = discovery::Options { strict: config.engine.strict, api };
+    discovery::discover(&config.engine.plugin_dirs, &options)
+}
+
+/// Loads plugins and model and builds the engine.
+///
+/// # Errors
+/// One line per problem, naming file and place where they are in the configuration.
+pub fn load(config: &Config, progress: Progress<'_>) -> Result<Loaded> {
+    let discovery = discover(config)?;
+    let wanted: Vec<&str> = config.resources.values().map(|r| r.kind.as_str()).collect();
+    let mut registry = Registry::load(&discovery, Some(&wanted));
+    load_with(config, &mut registry, &discovery, progress)
+}
+
+/// Like [`load`], with kinds of a registry: static engines and tests.
+///
+/// # Errors
+/// As for [`load`].
+pub fn load_with(
+    config: &Config,
+    registry: &mut Registry,
+    discovery: &Discovery,
+    progress: Progress<'_>,
+) -> Result<Loaded> {
+    check_kinds(config, registry, discovery)?;
+    if let config::Device::Cuda { .. } = config.engine.device {
+        return Err(Error::new(
+            ErrorKind::Unsupported,
+            format!(
+                "{}: device = \"{}\": this build runs on \"cpu\"",
+                config.file, config.engine.device
+            ),
+        ));
+    }
+    let model = open_model(&config.model.path)?;
+    let max_model_len = max_model_len(config, &model)?;
+    let limits = EngineLimits {
+        max_batch: config.engine.max_batch as u32,
+        max_batch_tokens: config.engine.max_batch_tokens as u32,
+        max_model_len,
+    };
+    // The pool is made twice over: loading needs it before the budget is known.
+    let loading = device::Pool::new(config.engine.threads);
+    let activations = match config.engine.activations {
+        config::Activations::Float => Activations::Float,
+        config::Activations::Int8 => Activations::Int8,
+    };
+    let options = PackOptions { activations, ..PackOptions::default() };
+    let decoder = Decoder::load(&model.config, &model.weights, options, &loading, progress)
+        .map_err(of_model(&config.model.path))?;
+    drop(loading);
+    let budget = (free_bytes() as f64 * POOL_SHARE) as u64;
+    let services = Services::new(config.engine.threads, budget);
+    let info = BuildInfo {
+        device: Device::CPU,
+        kv_dtype: DType::parse(config.engine.kv_dtype.name()).unwrap_or(DType::BF16),
+        needs_remote_transfer: false,
+        limits,
+    };
+    let wanted = specs(config, &decoder)?;
+    let resources = Arc::new(ResourceSet::build(registry, wanted, &info, services.clone())?);
+    let facts = ModelFacts { eos: model.tokenizer.eos_ids().to_vec(), vocab: model.config.vocab };
+    let engine = Engine::new(Box::new(decoder), resources, services, facts, limits)?;
+    Ok(Loaded { engine, model })
+}
+
+/// Opens a model without running it.
+///
+/// # Errors
+/// One line with the path; for the default model also how to get it.
+pub fn open_model(path: &Path) -> Result<ModelPackage> {
+    if !path.exists() {
+        let hint = match path == config::default_model_path() {
+            true => ": `cargo xtask fetch-model` gets it, or set model.path",
+            false => "",
+        };
+        let message = format!("model {} does not exist{hint}", path.display());
+        return Err(Error::new(ErrorKind::NotFound, message));
+    }
+    ModelPackage::open(path).map_err(|e| Error::new(ErrorKind::Invalid, e.to_string()))
+}
+
+fn of_model(path: &Path) -> impl Fn(model::Error) -> Error + '_ {
+    move |e| Error::new(ErrorKind::Invalid, format!("{}: {e}", path.display()))
+}
+
+/// Every section whose kind cannot be built, with its place.
+fn check_kinds(config: &Config, registry: &Registry, discovery: &Discovery) -> Result<()> {
+    let mut problems = Vec::new();
+    for (key, resource) in &config.resources {
+        let Err(unknown) = registry.kind(&resource.kind) else { continue };
+        // What the scan knows is more: a plugin that was refused before it was opened.
+        let message = match discovery.provider(&resource.kind) {
+            Err(reason) if registry.kinds().next().is_none() || !discovery.plugins.is_empty() => {
+                reason
+            }
+            _ => unknown.to_string(),
+        };
+        problems.push(problem(config, resource, "kind", format!("[resources.{key}]: {message}")));
+    }
+    finish(problems)
+}
+
+fn problem(config: &Config, resource: &ResourceConfig, key: &str, message: String) -> Problem {
+    Problem { file: config.file.clone(), place: Some(resource.places.of(key)), message }
+}
+
+fn finish(problems: Vec<Problem>) -> Result<()> {
+    if problems.is_empty() { Ok(()) } else { Err(Error::Config(Problems(problems))) }
+}
+
+/// Specs of all resources, with the node's defaults from the model under the config's settings.
+fn specs(config: &Config, node: &dyn Node) -> Result<Vec<Wanted>> {
+    let mut problems = Vec::new();
+    let mut wanted = Vec::new();
+    for (key, resource) in &config.resources {
+        for name in resource.nodes.iter().filter(|n| *n != node.name()) {
+            let hint = suggest::did_you_mean(name, [node.name()]);
+            problems.push(problem(
+                config,
+                resource,
+                "nodes",
+                format!(
+                    "[resources.{key}]: the model has no node {name:?}{hint} (nodes there are: {})",
+                    node.name()
+                ),
+            ));
+        }
+        let mut settings = node.resource_defaults(&resource.kind);
+        merge(config, key, resource, &mut settings, &mut problems);
+        wanted.push(Wanted {
+            spec: NodeResourceSpec {
+                resource_key: key.clone(),
+                kind: resource.kind.clone(),
+                nodes: resource.nodes.iter().cloned().collect(),
+                settings: Value::Object(settings).to_string(),
+            },
+            depends_on: resource.depends_on.clone(),
+        });
+    }
+    finish(problems)?;
+    Ok(wanted)
+}
+
+/// Puts what the config says over the defaults. What the model decides may be repeated, not
+/// changed; limits (`max_...`) may be lowered.
+fn merge(
+    config: &Config,
+    key: &str,
+    resource: &ResourceConfig,
+    settings: &mut Map<String, Value>,
+    problems: &mut Vec<Problem>,
+) {
+    for (name, value) in &resource.settings {
+        let value = match serde_json::to_value(value) {
+            Ok(value) => value,
+            Err(e) => {
+                let message = format!("[resources.{key}]: {name}: {e}");
+                problems.push(problem(config, resource, name, message));
+                continue;
+            }
+        };
+        match settings.get(name) {
+            Some(said) if !agrees(name, &value, said) => problems.push(problem(
+                config,
+                resource,
+                name,
+                format!("[resources.{key}]: {name} = {value} contradicts the model, which has {said}; leave it out"),
+            )),
+            _ => {
+                settings.insert(name.clone(), value);
+            }
+        }
+    }
+}
+
+fn agrees(name: &str, value: &Value, said: &Value) -> bool {
+    match (value.as_f64(), said.as_f64()) {
+        (Some(value), Some(said)) if name.starts_with("max_") => value <= said,
+        (Some(value), Some(said)) => value == said,
+        _ => value == said,
+    }
+}
+
+fn max_model_len(config: &Config, model: &ModelPackage) -> Result<u32> {
+    let most = model.config.max_position;
+    match config.engine.max_model_len {
+        Some(len) if len > most => Err(Error::usage(format!(
+            "{}: [engine] max_model_len = {len} exceeds the model's {most} positions",
+            config.file
+        ))),
+        Some(len) => Ok(len as u32),
+        None => Ok(most as u32),
+    }
+}
+
+/// Bytes that the system could still give without swapping; a cautious guess where it does not say.
+fn free_bytes() -> u64 {
+    let text = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
+    let fields: BTreeMap<&str, &str> = text.lines().filter_map(|l| l.split_once(':')).collect();
+    let kib = fields
+        .get("MemAvailable")
+        .and_then(|v| v.trim().trim_end_matches("kB").trim().parse().ok());
+    kib.map_or(1 << 30, |kib: u64| kib << 10)
+}
