@@ -173,8 +173,8 @@ fn environment() -> Environment<'static> {
         Err(minijinja::Error::new(ErrorKind::InvalidOperation, "refused")
             .with_source(Refusal(message)))
     });
-    env.add_filter("tojson", |value: Value, indent: Option<Value>, options: Kwargs| {
-        json::tojson(&value, indent, &options)
+    env.add_filter("tojson", |value: Value, ascii: Option<Value>, options: Kwargs| {
+        json::tojson(&value, ascii, &options)
     });
     env
 }

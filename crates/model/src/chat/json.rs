@@ -7,23 +7,25 @@ use std::io::{self, Write};
 use minijinja::value::Kwargs;
 use minijinja::{Error, ErrorKind, Value};
 use serde::Serialize;
-use serde_json::ser::{Formatter, PrettyFormatter, Serializer};
+use serde_json::ser::{Formatter, Serializer};
 
-/// Options: `indent` (also by position), `sort_keys`, `ensure_ascii`.
+/// Options: `ensure_ascii` (also by position, unlike in Jinja's own filter, where that is `indent`),
+/// `indent`, `separators`, `sort_keys`.
 pub(super) fn tojson(
     value: &Value,
-    indent: Option<Value>,
+    ascii: Option<Value>,
     options: &Kwargs,
 ) -> Result<Value, Error> {
     let fail = |what: String| Error::new(ErrorKind::InvalidOperation, what);
     if value.is_undefined() {
         return Err(fail("tojson of an undefined value".into()));
     }
-    let indent = match indent {
-        Some(indent) => Some(indent),
-        None => options.get("indent")?,
+    let ascii: Option<Value> = match ascii {
+        Some(ascii) => Some(ascii),
+        None => options.get("ensure_ascii")?,
     };
-    let ascii: Option<bool> = options.get("ensure_ascii")?;
+    let indent: Option<Value> = options.get("indent")?;
+    let separators: Option<Vec<String>> = options.get("separators")?;
     let sorted: Option<bool> = options.get("sort_keys")?;
     options.assert_all_used()?;
 
@@ -31,20 +33,21 @@ pub(super) fn tojson(
     if sorted == Some(true) {
         json.sort_all_objects();
     }
-    let text = match indent.filter(|i| !i.is_none()) {
-        None => write(&json, Python { pretty: None }),
-        Some(width) => {
-            let width = width
-                .as_usize()
-                .filter(|w| *w <= 64)
-                .ok_or_else(|| fail(format!("tojson: indent {width} is not from 0 to 64")))?;
-            let spaces = " ".repeat(width);
-            let pretty = PrettyFormatter::with_indent(spaces.as_bytes());
-            write(&json, Python { pretty: Some(pretty) })
-        }
+    let indent = match indent.filter(|i| !i.is_none()) {
+        None => None,
+        Some(width) => match width.as_usize() {
+            Some(width @ 0..=64) => Some(width),
+            _ => return Err(fail(format!("tojson: indent {width} is not from 0 to 64"))),
+        },
     };
-    let text = text.map_err(|e| fail(format!("tojson: {e}")))?;
-    Ok(Value::from(if ascii == Some(true) { escape_non_ascii(&text) } else { text }))
+    let (item, key) = match separators.as_deref() {
+        None => (if indent.is_some() { "," } else { ", " }, ": "),
+        Some([item, key]) => (item.as_str(), key.as_str()),
+        Some(_) => return Err(fail("tojson: separators must be two strings".into())),
+    };
+    let style = Python { indent, item, key, depth: 0, empty: true };
+    let text = write(&json, style).map_err(|e| fail(format!("tojson: {e}")))?;
+    Ok(Value::from(if ascii.is_some_and(|a| a.is_true()) { escape_non_ascii(&text) } else { text }))
 }
 
 fn write(json: &serde_json::Value, style: impl Formatter) -> Result<String, String> {
@@ -68,9 +71,47 @@ fn escape_non_ascii(text: &str) -> String {
     out
 }
 
-/// Python's layout: `, ` and `: ` on one line, or `PrettyFormatter`'s, which is Python's too.
+/// Python's layout.
 struct Python<'a> {
-    pretty: Option<PrettyFormatter<'a>>,
+    /// Spaces per level, each item on a line of its own; `None` for all on one line.
+    indent: Option<usize>,
+    item: &'a str,
+    key: &'a str,
+    depth: usize,
+    /// Whether the innermost list or object has no item yet.
+    empty: bool,
+}
+
+impl Python<'_> {
+    fn open<W: ?Sized + Write>(&mut self, out: &mut W, bracket: &[u8]) -> io::Result<()> {
+        self.depth += 1;
+        self.empty = true;
+        out.write_all(bracket)
+    }
+
+    fn close<W: ?Sized + Write>(&mut self, out: &mut W, bracket: &[u8]) -> io::Result<()> {
+        self.depth -= 1;
+        if !self.empty {
+            self.new_line(out)?;
+        }
+        self.empty = false;
+        out.write_all(bracket)
+    }
+
+    fn next<W: ?Sized + Write>(&mut self, out: &mut W, first: bool) -> io::Result<()> {
+        if !first {
+            out.write_all(self.item.as_bytes())?;
+        }
+        self.empty = false;
+        self.new_line(out)
+    }
+
+    fn new_line<W: ?Sized + Write>(&self, out: &mut W) -> io::Result<()> {
+        match self.indent {
+            Some(width) => write!(out, "\n{:1$}", "", width * self.depth),
+            None => Ok(()),
+        }
+    }
 }
 
 impl Formatter for Python<'_> {
@@ -79,65 +120,31 @@ impl Formatter for Python<'_> {
     }
 
     fn begin_array<W: ?Sized + Write>(&mut self, out: &mut W) -> io::Result<()> {
-        match &mut self.pretty {
-            Some(pretty) => pretty.begin_array(out),
-            None => out.write_all(b"["),
-        }
+        self.open(out, b"[")
     }
 
     fn end_array<W: ?Sized + Write>(&mut self, out: &mut W) -> io::Result<()> {
-        match &mut self.pretty {
-            Some(pretty) => pretty.end_array(out),
-            None => out.write_all(b"]"),
-        }
+        self.close(out, b"]")
     }
 
     fn begin_array_value<W: ?Sized + Write>(&mut self, out: &mut W, first: bool) -> io::Result<()> {
-        match &mut self.pretty {
-            Some(pretty) => pretty.begin_array_value(out, first),
-            None if first => Ok(()),
-            None => out.write_all(b", "),
-        }
-    }
-
-    fn end_array_value<W: ?Sized + Write>(&mut self, out: &mut W) -> io::Result<()> {
-        match &mut self.pretty {
-            Some(pretty) => pretty.end_array_value(out),
-            None => Ok(()),
-        }
+        self.next(out, first)
     }
 
     fn begin_object<W: ?Sized + Write>(&mut self, out: &mut W) -> io::Result<()> {
-        match &mut self.pretty {
-            Some(pretty) => pretty.begin_object(out),
-            None => out.write_all(b"{"),
-        }
+        self.open(out, b"{")
     }
 
     fn end_object<W: ?Sized + Write>(&mut self, out: &mut W) -> io::Result<()> {
-        match &mut self.pretty {
-            Some(pretty) => pretty.end_object(out),
-            None => out.write_all(b"}"),
-        }
+        self.close(out, b"}")
     }
 
     fn begin_object_key<W: ?Sized + Write>(&mut self, out: &mut W, first: bool) -> io::Result<()> {
-        match &mut self.pretty {
-            Some(pretty) => pretty.begin_object_key(out, first),
-            None if first => Ok(()),
-            None => out.write_all(b", "),
-        }
+        self.next(out, first)
     }
 
     fn begin_object_value<W: ?Sized + Write>(&mut self, out: &mut W) -> io::Result<()> {
-        out.write_all(b": ")
-    }
-
-    fn end_object_value<W: ?Sized + Write>(&mut self, out: &mut W) -> io::Result<()> {
-        match &mut self.pretty {
-            Some(pretty) => pretty.end_object_value(out),
-            None => Ok(()),
-        }
+        out.write_all(self.key.as_bytes())
     }
 }
 

@@ -95,13 +95,16 @@ const WHITE_SPACE: PatternID = PatternID::new_unchecked(1);
 
 impl PreTokenizer {
     pub(super) fn new(variant: &Variant) -> Result<Self> {
-        let passes = variant.stages.iter().map(|stage| match stage {
-            Stage::Isolate(pattern) => Regex::new(pattern),
-            Stage::Words(pattern) => Regex::new_many(&[*pattern, r"\s+"]),
-        });
-        let passes = passes
-            .collect::<Result<_, _>>()
-            .map_err(|e| Error::tokenizer(format!("pre-tokenizer pattern: {e}")))?;
+        let mut passes = Vec::with_capacity(variant.stages.len());
+        for stage in variant.stages {
+            let compiled = match stage {
+                Stage::Isolate(pattern) => Regex::new(pattern),
+                Stage::Words(pattern) => Regex::new_many(&[*pattern, r"\s+"]),
+            };
+            passes.push(
+                compiled.map_err(|e| Error::tokenizer(format!("pre-tokenizer pattern: {e}")))?,
+            );
+        }
         Ok(Self { passes })
     }
 
