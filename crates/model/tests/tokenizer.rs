@@ -387,6 +387,9 @@ fn unusual_decoders_and_broken_json_are_refused() {
     let mut json = sentence_piece_json(&pieces());
     json["decoder"] = json!({ "type": "WordPiece", "prefix": "##", "cleanup": true });
     refused(Tokenizer::from_json(json.to_string().as_bytes(), None), &["WordPiece", "ByteLevel"]);
+    let mut json = sentence_piece_json(&pieces());
+    json["model"]["vocab"]["far"] = json!(u32::MAX);
+    refused(Tokenizer::from_json(json.to_string().as_bytes(), None), &["far", "4294967295"]);
     refused(Tokenizer::from_json(b"{", None), &["tokenizer.json"]);
     refused(Tokenizer::from_json(b"{}", None), &["tokenizer.json"]);
 }

@@ -72,7 +72,12 @@ impl Tokenizer {
 
         let added = inner.get_added_tokens_decoder();
         let mut vocab = Vocab::default();
-        for (token, id) in inner.get_vocab(false) {
+        let tokens = inner.get_vocab(true);
+        // The table has a slot for every id up to the largest.
+        if let Some((token, id)) = tokens.iter().find(|(_, id)| **id > MAX_ID) {
+            return Err(fail(format!("token {} has the absurd id {id}", quoted(token))));
+        }
+        for (token, id) in tokens {
             if !added.contains_key(&id) {
                 vocab.set(id, &decoder.bytes(&token), TokenKind::Normal);
             }
@@ -111,6 +116,9 @@ impl Tokenizer {
         Ok(tokenizer)
     }
 }
+
+/// Far above any vocabulary.
+const MAX_ID: u32 = 1 << 24;
 
 /// A special token of `tokenizer_config.json`: a string, or an object with `content`.
 pub(crate) fn named_token<'a>(config: &'a Value, key: &str) -> Option<&'a str> {
