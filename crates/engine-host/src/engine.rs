@@ -57,7 +57,6 @@ pub struct Engine {
     node_id: NodeId,
     prefill: WalkId,
     decode: WalkId,
-    arrivals: u64,
     stats: Stats,
     events: Vec<Event>,
     turns: Vec<Turn>,
@@ -113,7 +112,6 @@ impl Engine {
             node_id,
             prefill: WalkId(prefill),
             decode: WalkId(decode),
-            arrivals: 0,
             stats: Stats::default(),
             events: Vec::new(),
             turns: Vec::new(),
@@ -169,14 +167,12 @@ impl Engine {
             self.requests.burn(rid);
             return Err(e);
         }
-        self.arrivals += 1;
         self.requests.insert(Tracked {
             rid,
             prompt_len: request.prompt.len(),
             tokens: request.prompt,
             computed: 0,
             cached: 0,
-            arrival: self.arrivals,
             prefix_resolved: false,
             max_tokens,
             ignore_eos: request.ignore_eos,

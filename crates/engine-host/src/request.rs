@@ -90,8 +90,6 @@ pub(crate) struct Tracked {
     /// How many of `tokens` are in the caches.
     pub computed: usize,
     pub cached: usize,
-    /// Order of arrival; the youngest is preempted first.
-    pub arrival: u64,
     /// Whether the cached prefix has been asked for since it last started from nothing.
     pub prefix_resolved: bool,
     pub max_tokens: u32,
@@ -195,7 +193,6 @@ mod tests {
             prompt_len: 3,
             computed: 0,
             cached: 0,
-            arrival: 0,
             prefix_resolved: false,
             max_tokens: 2,
             ignore_eos: false,

@@ -132,7 +132,7 @@ mod tests {
         fn new(max_batch: usize, max_batch_tokens: usize, prompts: &[usize]) -> Self {
             let mut requests = Requests::default();
             let mut scheduler = Scheduler::new(Limits { max_batch, max_batch_tokens });
-            for (i, &len) in prompts.iter().enumerate() {
+            for &len in prompts {
                 let rid = requests.next_id();
                 requests.insert(Tracked {
                     rid,
@@ -140,7 +140,6 @@ mod tests {
                     prompt_len: len,
                     computed: 0,
                     cached: 0,
-                    arrival: i as u64,
                     prefix_resolved: false,
                     max_tokens: 100,
                     ignore_eos: true,
