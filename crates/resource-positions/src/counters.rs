@@ -1,0 +1,258 @@
+//! The next position of every stream.
+
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering::*};
+use std::sync::{Mutex, MutexGuard, OnceLock};
+
+use resource_api::{LabelId, RequestId, ResourceError, Result, StepId};
+
+const CHUNK: usize = 64;
+const CHUNKS: usize = 1024;
+/// Request slots that counters are kept for.
+const MAX_REQUESTS: usize = CHUNK * CHUNKS;
+/// Streams in one link of a request's chain.
+const LINK: usize = 4;
+
+/// Counters of all live requests. Reading takes no lock, so that a capability call in one step's
+/// forward never waits for the planning of the next; changes go through [`Counters::edit`].
+pub struct Counters {
+    chunks: Box<[OnceLock<Box<[Request; CHUNK]>>]>,
+    writer: Mutex<()>,
+}
+
+#[derive(Default)]
+struct Request {
+    /// Live generation; 0 when there is none.
+    generation: AtomicU32,
+    streams: Streams,
+}
+
+/// A chain of a few streams each. Links are kept and reused by the slot's next owner.
+#[derive(Default)]
+struct Streams {
+    here: [Stream; LINK],
+    next: OnceLock<Box<Streams>>,
+}
+
+/// One stream's counter.
+#[derive(Default)]
+pub struct Stream {
+    /// Generation of the owner (high half) and its label; 0 is free. A stream of an earlier
+    /// generation is free too.
+    key: AtomicU64,
+    /// Whether anything has been committed to it. A stream that only an admitted step knows does
+    /// not exist yet.
+    open: AtomicBool,
+    next: AtomicU32,
+    pending_step: AtomicU64,
+    pending: AtomicU32,
+}
+
+fn key(rid: RequestId, label: LabelId) -> u64 {
+    u64::from(rid.generation) << 32 | u64::from(label.0)
+}
+
+impl Stream {
+    /// The next position as of what is committed.
+    pub fn next(&self) -> u32 {
+        self.next.load(Acquire)
+    }
+
+    /// By how much an admitted step other than `step` will advance it.
+    pub fn pending_besides(&self, step: StepId) -> u32 {
+        match self.pending_step.load(Acquire) == step.0 {
+            true => 0,
+            false => self.pending.load(Acquire),
+        }
+    }
+
+    fn set(&self, next: u32) {
+        self.next.store(next, Release);
+        self.open.store(true, Release);
+    }
+}
+
+impl Default for Counters {
+    fn default() -> Self {
+        let chunks = (0..CHUNKS).map(|_| OnceLock::new()).collect();
+        Self { chunks, writer: Mutex::new(()) }
+    }
+}
+
+impl Counters {
+    fn request(&self, rid: RequestId) -> Option<&Request> {
+        let chunk = self.chunks.get(rid.index() / CHUNK)?.get()?;
+        let request = &chunk[rid.index() % CHUNK];
+        let live = rid.generation != 0 && request.generation.load(Acquire) == rid.generation;
+        live.then_some(request)
+    }
+
+    /// Whether the request is known.
+    pub fn is_live(&self, rid: RequestId) -> bool {
+        self.request(rid).is_some()
+    }
+
+    /// A stream that exists, or that an admitted step is about to open.
+    pub fn find(&self, rid: RequestId, label: LabelId) -> Option<&Stream> {
+        let wanted = key(rid, label);
+        self.request(rid)?.streams.iter().find(|s| s.key.load(Acquire) == wanted)
+    }
+
+    /// The next position of a stream; 0 for one that nobody opened.
+    pub fn position(&self, rid: RequestId, label: LabelId) -> u32 {
+        self.find(rid, label).map_or(0, Stream::next)
+    }
+
+    /// Number of live requests.
+    pub fn len(&self) -> usize {
+        let requests = self.chunks.iter().filter_map(|c| c.get()).flat_map(|c| c.iter());
+        requests.filter(|r| r.generation.load(Acquire) != 0).count()
+    }
+
+    /// (label, next position) of a request's open streams.
+    pub fn streams(&self, rid: RequestId) -> impl Iterator<Item = (LabelId, u32)> {
+        let streams = self.request(rid).into_iter().flat_map(|r| r.streams.iter());
+        streams.filter_map(move |s| {
+            let key = s.key.load(Acquire);
+            let own = (key >> 32) as u32 == rid.generation && s.open.load(Acquire);
+            own.then(|| (LabelId(key as u32), s.next()))
+        })
+    }
+
+    /// The right to change counters, for one call.
+    pub fn edit(&self) -> Edit<'_> {
+        Edit { counters: self, _guard: self.writer.lock().unwrap_or_else(|e| e.into_inner()) }
+    }
+}
+
+impl Streams {
+    fn iter(&self) -> impl Iterator<Item = &Stream> {
+        std::iter::successors(Some(self), |s| s.next.get().map(|b| &**b)).flat_map(|s| &s.here)
+    }
+}
+
+/// Changes to the counters. Unknown requests are left alone.
+pub struct Edit<'a> {
+    counters: &'a Counters,
+    _guard: MutexGuard<'a, ()>,
+}
+
+impl Edit<'_> {
+    /// Takes a request on, with an empty `main` stream. One that is live already stays as it is.
+    pub fn ingest(&self, rid: RequestId) -> Result<()> {
+        let Some(chunk) = self.counters.chunks.get(rid.index() / CHUNK) else {
+            return Err(ResourceError::invalid(format!(
+                "request {rid}: positions are kept for {MAX_REQUESTS} request slots"
+            ))
+            .with_amounts(u64::from(rid.slot) + 1, MAX_REQUESTS as u64));
+        };
+        let chunk = chunk.get_or_init(|| Box::new(std::array::from_fn(|_| Request::default())));
+        let request = &chunk[rid.index() % CHUNK];
+        let live = request.generation.load(Acquire);
+        if rid.generation < live || rid.generation == 0 {
+            return Err(ResourceError::wrong_state(format!(
+                "request {rid} is out of date: generation {live} owns its slot"
+            )));
+        }
+        if live != rid.generation {
+            request.generation.store(rid.generation, Release);
+            self.set(rid, LabelId::MAIN, 0);
+        }
+        Ok(())
+    }
+
+    /// Forgets a request.
+    pub fn remove(&self, rid: RequestId) {
+        if let Some(request) = self.counters.request(rid) {
+            request.generation.store(0, Release);
+            // A later generation cannot meet these keys again, but a test of equality is not a
+            // reason to keep them.
+            request.streams.iter().for_each(|s| s.key.store(0, Release));
+        }
+    }
+
+    /// Makes all streams of a request empty.
+    pub fn reset(&self, rid: RequestId) {
+        if let Some(request) = self.counters.request(rid) {
+            request.streams.iter().for_each(|s| s.key.store(0, Release));
+            self.set(rid, LabelId::MAIN, 0);
+        }
+    }
+
+    /// Sets a stream's next position, opening it.
+    pub fn set(&self, rid: RequestId, label: LabelId, next: u32) {
+        if let Some(stream) = self.stream(rid, label) {
+            stream.set(next);
+        }
+    }
+
+    /// Notes what `step` will add to a stream.
+    pub fn admit(&self, rid: RequestId, label: LabelId, step: StepId, advance: u32) {
+        // A step that adds nothing to a stream that nobody opened leaves no trace of it.
+        let found = self.counters.find(rid, label);
+        if advance == 0 && found.is_none() {
+            return;
+        }
+        if let Some(stream) = found.or_else(|| self.stream(rid, label)) {
+            stream.pending_step.store(step.0, Release);
+            stream.pending.store(advance, Release);
+        }
+    }
+
+    /// Takes back what [`Edit::admit`] noted for `step`.
+    pub fn roll_back(&self, rid: RequestId, label: LabelId, step: StepId) {
+        let Some(stream) = self.counters.find(rid, label) else { return };
+        if stream.pending_step.load(Acquire) == step.0 {
+            stream.pending.store(0, Release);
+            if !stream.open.load(Acquire) {
+                stream.key.store(0, Release);
+            }
+        }
+    }
+
+    /// Adds what `step` has added.
+    pub fn commit(&self, rid: RequestId, label: LabelId, step: StepId, advance: u32) {
+        self.roll_back(rid, label, step);
+        if advance > 0
+            && let Some(stream) = self.stream(rid, label)
+        {
+            stream.set(stream.next().saturating_add(advance));
+        }
+    }
+
+    /// Copies a counter to another stream. A source that nobody opened leaves the target alone, as
+    /// a cache does.
+    pub fn fork(&self, rid: RequestId, from: LabelId, to: LabelId) {
+        let source = self.counters.find(rid, from).filter(|s| s.open.load(Acquire));
+        if let Some(next) = source.map(Stream::next) {
+            self.set(rid, to, next);
+        }
+    }
+
+    /// The stream, taking a free place for it if there is none.
+    fn stream(&self, rid: RequestId, label: LabelId) -> Option<&Stream> {
+        let wanted = key(rid, label);
+        let mut link = &self.counters.request(rid)?.streams;
+        let mut free = None;
+        loop {
+            for stream in &link.here {
+                let key = stream.key.load(Acquire);
+                if key == wanted {
+                    return Some(stream);
+                }
+                if free.is_none() && (key >> 32) as u32 != rid.generation {
+                    free = Some(stream);
+                }
+            }
+            match link.next.get() {
+                Some(next) => link = next,
+                None => break,
+            }
+        }
+        let stream = free.unwrap_or_else(|| &link.next.get_or_init(Box::default).here[0]);
+        stream.open.store(false, Release);
+        stream.next.store(0, Release);
+        stream.pending.store(0, Release);
+        stream.key.store(wanted, Release);
+        Some(stream)
+    }
+}

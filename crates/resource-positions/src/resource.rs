@@ -1,0 +1,329 @@
+//! The kind's `Resource`, and the `positions/1` it offers.
+
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+
+use resource_api::{
+    AdmitOutcome, Capability, EngineResourceInfo, HostServices, HostServicesHandle, KvFacts,
+    KvPlan, LabelId, MAX_SLOTS, NodeId, NodeResourceSpec, Plan, PlanSlots, PositionStepOptions,
+    PositionsHandle, PositionsPlan, PrefixInputs, PrefixWalk, PublishedInfo, RequestId,
+    RequestOverrides, Resource, ResourceError, ResourceKey, ResourceKind, ResourceStep, Result,
+    StepContext, TensorViewMut, WalkId,
+};
+
+use crate::counters::Counters;
+use crate::layout::{Rules, last_position, lay_out, parts};
+use crate::rotary::{RopeTable, frequencies};
+use crate::spec::{PositionsSpec, Scheme};
+
+/// Format of what is published.
+const PUBLISHED: (&str, u32) = ("positions", 1);
+/// Elements below which handing work to other threads costs more than it saves.
+const PARALLEL_ELEMENTS: usize = 1 << 15;
+
+/// A built `positions` resource.
+pub struct Positions {
+    key: ResourceKey,
+    kv_cache: ResourceKey,
+    kv_index: u32,
+    index: u32,
+    rules: Rules,
+    table: RopeTable,
+    counters: Counters,
+    plans: PlanSlots<PositionsPlan>,
+    /// The plan of every used slot, for calls that hand out a part of it. A slot's plan stays at one
+    /// address.
+    planned: [OnceLock<Plan>; MAX_SLOTS],
+    prefix_walks: Mutex<Vec<PrefixWalk>>,
+    host: HostServicesHandle,
+}
+
+impl ResourceKind for Positions {
+    type Spec = PositionsSpec;
+    const KIND: &'static str = "positions";
+    const PROVIDES: &'static [&'static str] = &["positions/1"];
+
+    fn depends_on(spec: &NodeResourceSpec<PositionsSpec>) -> Vec<ResourceKey> {
+        vec![spec.settings.kv_cache.clone()]
+    }
+
+    fn build(spec: NodeResourceSpec<PositionsSpec>, info: &EngineResourceInfo) -> Result<Self> {
+        let key = spec.resource_key;
+        let settings = spec.settings;
+        if !info.device.is_cpu() {
+            return Err(ResourceError::unsupported(format!(
+                "[resources.{key}]: kind positions runs on the cpu only, not on {}",
+                info.device
+            )));
+        }
+        let kv = info.dependency(&settings.kv_cache)?;
+        let facts = kv.facts::<KvFacts>()?;
+        let frequencies = frequencies(&settings, facts.head_dim)
+            .map_err(|e| e.within(format!("[resources.{key}]")))?;
+        let limit = info.limits.max_model_len.max(facts.max_seq_len);
+        Ok(Self {
+            kv_index: kv.index,
+            index: info.index,
+            rules: Rules { scheme: settings.scheme, block_step: settings.block_step, limit },
+            table: RopeTable::new(frequencies, facts.head_dim, settings.interleave, limit),
+            counters: Counters::default(),
+            plans: PlanSlots::new(),
+            planned: [const { OnceLock::new() }; MAX_SLOTS],
+            prefix_walks: Mutex::default(),
+            host: info.host.clone(),
+            kv_cache: settings.kv_cache,
+            key,
+        })
+    }
+
+    fn capabilities(this: &Arc<Self>) -> Vec<Capability> {
+        vec![PositionsHandle::new(this.clone()).into()]
+    }
+}
+
+impl Positions {
+    /// The stream that a walk with a cached prefix writes.
+    fn prefix_label(&self, walk: WalkId) -> LabelId {
+        let walks = self.prefix_walks.lock().unwrap_or_else(PoisonError::into_inner);
+        walks.iter().find(|w| w.write == walk).map_or(LabelId::MAIN, |w| w.label)
+    }
+
+    fn refuse(&self, rid: RequestId, label: LabelId, why: String) -> AdmitOutcome {
+        AdmitOutcome::runtime_error(rid, label, format!("`{}`: request {rid} {why}", self.key))
+    }
+}
+
+impl Resource for Positions {
+    fn depends_on(&self) -> Vec<String> {
+        vec![self.kv_cache.clone()]
+    }
+
+    fn inspect(&self) -> String {
+        serde_json::json!({ "requests": self.counters.len(), "max_position": self.rules.limit })
+            .to_string()
+    }
+
+    /// A sequential counter only has to be told how long the skipped prefix is. Under the block
+    /// scheme it would have to know in what spans it was written.
+    fn prefix_skip_safe(&self) -> bool {
+        self.rules.scheme == Scheme::Sequential
+    }
+
+    fn supports_preplan(&self) -> bool {
+        true
+    }
+
+    /// Keys are cached as they were turned.
+    fn fingerprint(&self) -> Option<Vec<u8>> {
+        let mut bytes = b"positions/1".to_vec();
+        bytes.push(u8::from(self.rules.scheme == Scheme::Block));
+        bytes.extend(self.rules.block_step.to_le_bytes());
+        bytes.extend(self.table.fingerprint());
+        Some(bytes)
+    }
+
+    fn enable_prefix_cache(&self, _root: &[u8], walks: Vec<PrefixWalk>) -> Result<bool> {
+        *self.prefix_walks.lock().unwrap_or_else(PoisonError::into_inner) = walks;
+        Ok(false)
+    }
+
+    fn ingest_request(&self, rid: RequestId, _overrides: &RequestOverrides<'_>) -> Result<()> {
+        match rid.is_padding() {
+            true => Ok(()),
+            false => self.counters.edit().ingest(rid),
+        }
+    }
+
+    fn admit_retrieve(
+        &self,
+        rid: RequestId,
+        _node: NodeId,
+        _graph_walk: WalkId,
+        published: Option<&PublishedInfo>,
+    ) -> Result<AdmitOutcome> {
+        let Some(published) = published else { return Ok(AdmitOutcome::OK) };
+        if (published.kind(), published.version()) != PUBLISHED {
+            let (kind, version) = (published.kind(), published.version());
+            let why = format!("brings state of {kind}/{version}, not of positions/1");
+            return Ok(self.refuse(rid, LabelId::MAIN, why));
+        }
+        let edit = self.counters.edit();
+        for (name, next, _) in published.entries() {
+            let label = self.host.label_id(name);
+            let next = u32::try_from(next).unwrap_or(u32::MAX);
+            // What is published may be older than what has happened here since.
+            edit.set(rid, label, next.max(self.counters.position(rid, label)));
+        }
+        Ok(AdmitOutcome::OK)
+    }
+
+    fn resolve_cached_prefix(
+        &self,
+        _rid: RequestId,
+        _node: NodeId,
+        _graph_walk: WalkId,
+    ) -> Result<Option<u32>> {
+        Ok((!self.prefix_skip_safe()).then_some(0))
+    }
+
+    fn apply_cached_prefix(
+        &self,
+        rid: RequestId,
+        _node: NodeId,
+        graph_walk: WalkId,
+        _inputs: &PrefixInputs<'_>,
+        matched_len: u32,
+    ) -> Result<()> {
+        let label = self.prefix_label(graph_walk);
+        self.counters.edit().set(rid, label, matched_len);
+        Ok(())
+    }
+
+    fn reset_request(&self, rid: RequestId, _free: bool) -> Result<()> {
+        self.counters.edit().reset(rid);
+        Ok(())
+    }
+
+    fn remove_request(&self, rid: RequestId) -> Result<()> {
+        self.counters.edit().remove(rid);
+        Ok(())
+    }
+
+    fn admit(&self, step: &ResourceStep<'_>, ctx: &StepContext<'_>) -> Result<AdmitOutcome> {
+        let options = step.options::<PositionStepOptions>()?;
+        let edit = (!ctx.is_preplan()).then(|| self.counters.edit());
+        for part in parts(self.rules, step, options)? {
+            let (rid, label) = (part.segment.request_id, part.segment.label);
+            if !rid.is_padding() && !self.counters.is_live(rid) {
+                return Ok(self.refuse(rid, label, "is not known here".into()));
+            }
+            let last = last_position(self.rules, &self.counters, ctx, &part);
+            if let Some(last) = last.filter(|&last| last >= self.rules.limit) {
+                let why = format!("reaches position {last}; the limit is {}", self.rules.limit);
+                return Ok(self.refuse(rid, label, why));
+            }
+            if let Some(edit) = &edit {
+                edit.admit(rid, label, ctx.step(), part.advance);
+            }
+        }
+        Ok(AdmitOutcome::OK)
+    }
+
+    fn rollback_admit(&self, step: &ResourceStep<'_>, ctx: &StepContext<'_>) -> Result<()> {
+        let edit = self.counters.edit();
+        for segment in step.segments().iter() {
+            edit.roll_back(segment.request_id, segment.label, ctx.step());
+        }
+        Ok(())
+    }
+
+    fn plan(&self, step: &ResourceStep<'_>, ctx: &StepContext<'_>) -> Result<Plan> {
+        let kv = ctx.plan_result::<KvPlan>(self.kv_index)?;
+        let plan = self
+            .plans
+            .plan(ctx, |plan| lay_out(plan, self.rules, &self.counters, step, ctx, kv))?;
+        self.planned[ctx.slot() as usize].get_or_init(|| plan);
+        Ok(plan)
+    }
+
+    fn commit(&self, step: &ResourceStep<'_>, ctx: &StepContext<'_>) -> Result<()> {
+        let options = step.options::<PositionStepOptions>()?;
+        let edit = self.counters.edit();
+        for part in parts(self.rules, step, options)? {
+            edit.commit(part.segment.request_id, part.segment.label, ctx.step(), part.advance);
+        }
+        for fork in options.iter().flat_map(|o| o.post_forks.iter()) {
+            edit.fork(fork.request_id, fork.from, fork.to);
+        }
+        Ok(())
+    }
+
+    fn publish(&self, rid: RequestId) -> Result<Option<PublishedInfo>> {
+        let mut info = PublishedInfo::new(PUBLISHED.0, PUBLISHED.1);
+        let mut any = false;
+        for (label, next) in self.counters.streams(rid) {
+            info.set(&self.host.label_name(label), u64::from(next), Vec::new());
+            any = true;
+        }
+        Ok(any.then_some(info))
+    }
+}
+
+impl resource_api::Positions for Positions {
+    fn apply_qk(
+        &self,
+        ctx: &StepContext<'_>,
+        label: LabelId,
+        q: &mut TensorViewMut<'_>,
+        k: &mut TensorViewMut<'_>,
+    ) -> Result<()> {
+        let ids = ctx.plan_result::<PositionsPlan>(self.index)?.ids(label);
+        let ids = ids.ok_or_else(|| unplanned(label))?;
+        let dim = self.table.head_dim();
+        let (q, q_width) = heads("q", q, ids.len(), dim)?;
+        let (k, k_width) = heads("k", k, ids.len(), dim)?;
+        let turn = |ids: &[u32], q: &mut [f32], k: &mut [f32]| {
+            let tokens = q.chunks_exact_mut(q_width).zip(k.chunks_exact_mut(k_width));
+            for (&id, (q, k)) in ids.iter().zip(tokens) {
+                self.table.turn(q, id);
+                self.table.turn(k, id);
+            }
+        };
+        let elements = ids.len() * (q_width + k_width);
+        if elements < PARALLEL_ELEMENTS || self.host.threads() < 2 {
+            turn(ids, q, k);
+            return Ok(());
+        }
+        let tokens = (PARALLEL_ELEMENTS / 4 / (q_width + k_width)).max(1);
+        let chunks = q.chunks_mut(tokens * q_width).zip(k.chunks_mut(tokens * k_width));
+        let work = Mutex::new(ids.chunks(tokens).zip(chunks));
+        let next = || work.lock().unwrap_or_else(PoisonError::into_inner).next();
+        self.host.run(self.host.threads(), |_| {
+            while let Some((ids, (q, k))) = next() {
+                turn(ids, q, k);
+            }
+        });
+        Ok(())
+    }
+
+    fn pos_ids(&self, ctx: &StepContext<'_>, label: LabelId) -> Result<&[u32]> {
+        let plan = self.planned.get(ctx.slot() as usize).and_then(OnceLock::get);
+        let plan = plan.map(|plan| plan.into_result().open::<PositionsPlan>()).transpose()?;
+        let plan = plan.filter(|plan| plan.step == ctx.step()).ok_or_else(|| {
+            ResourceError::wrong_state(format!("`{}` has not planned this step", self.key))
+        })?;
+        plan.ids(label).ok_or_else(|| unplanned(label))
+    }
+
+    fn position(&self, rid: RequestId, label: LabelId) -> Result<u32> {
+        Ok(self.counters.position(rid, label))
+    }
+}
+
+fn unplanned(label: LabelId) -> ResourceError {
+    ResourceError::invalid(format!("plan label {} has no rows in this step", label.0))
+}
+
+/// The heads of the first `tokens` tokens, and how many elements a token has.
+fn heads<'t>(
+    name: &str,
+    tensor: &'t mut TensorViewMut<'_>,
+    tokens: usize,
+    dim: usize,
+) -> Result<(&'t mut [f32], usize)> {
+    let raw = *tensor.raw();
+    let wrong = || {
+        ResourceError::invalid(format!(
+            "{name} is {} {:?}: expected contiguous f32 [{tokens} tokens, heads, {dim}] in host \
+             memory",
+            raw.dtype.name(),
+            raw.shape()
+        ))
+    };
+    let &[rows, heads, head_dim] = raw.shape() else { return Err(wrong()) };
+    let fits = rows >= tokens as i64 && heads > 0 && head_dim == dim as i64;
+    let width = heads as usize * dim;
+    match tensor.as_mut_slice::<f32>() {
+        Some(all) if fits => Ok((&mut all[..tokens * width], width)),
+        _ => Err(wrong()),
+    }
+}

@@ -1,0 +1,150 @@
+//! The live requests: their parameters, what they have seen, and how far they are.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering::Relaxed};
+
+use resource_api::{RequestId, ResourceError, Result, StepId};
+
+use crate::params::SamplingParams;
+use crate::seen::Seen;
+
+/// Request slots that can be kept.
+const MAX_REQUESTS: usize = 1 << 20;
+/// No step.
+const NONE: u64 = u64::MAX;
+
+/// A live request. What changes in a step is atomic, so that steps only ever read the table.
+#[derive(Debug)]
+pub struct Request {
+    generation: u32,
+    /// Number of tokens sampled.
+    position: AtomicU32,
+    /// Told apart from everything that was in this slot before.
+    pub version: u64,
+    /// How it wants to be sampled.
+    pub params: SamplingParams,
+    /// The step whose sample is thrown away.
+    discarded: AtomicU64,
+    /// Kept for those with a repetition penalty.
+    pub seen: Option<Arc<Seen>>,
+}
+
+impl Request {
+    /// Number of tokens sampled so far.
+    pub fn position(&self) -> u32 {
+        self.position.load(Relaxed)
+    }
+
+    /// Notes that the sample of this step is thrown away.
+    pub fn discard(&self, step: StepId) {
+        self.discarded.store(step.0, Relaxed);
+    }
+
+    /// Takes a sampled token on, unless the sample was thrown away.
+    pub fn take_output(&self, step: StepId, token: u32) {
+        if self.discarded.load(Relaxed) == step.0 {
+            return;
+        }
+        self.position.fetch_add(1, Relaxed);
+        if let Some(seen) = &self.seen {
+            seen.extend(&[token]);
+        }
+    }
+
+    /// Takes on what another worker knows, unless this one is further.
+    pub fn catch_up(&self, position: u32, seen: &[u32]) {
+        self.position.fetch_max(position, Relaxed);
+        if let Some(own) = &self.seen {
+            own.extend(seen);
+        }
+    }
+}
+
+/// Requests by slot.
+#[derive(Debug, Default)]
+pub struct Requests {
+    slots: Vec<Option<Request>>,
+    versions: u64,
+    penalised: usize,
+}
+
+impl Requests {
+    /// A live request.
+    pub fn get(&self, rid: RequestId) -> Option<&Request> {
+        self.slots.get(rid.index())?.as_ref().filter(|r| r.generation == rid.generation)
+    }
+
+    /// Number of live requests.
+    pub fn len(&self) -> usize {
+        self.slots.iter().flatten().count()
+    }
+
+    /// Whether any live request has a repetition penalty; if not, nobody looks at tokens.
+    pub fn any_penalised(&self) -> bool {
+        self.penalised > 0
+    }
+
+    /// Takes a request on. One that is live already stays as it is.
+    pub fn insert(
+        &mut self,
+        rid: RequestId,
+        params: SamplingParams,
+        seen: Option<Arc<Seen>>,
+    ) -> Result<()> {
+        if rid.index() >= MAX_REQUESTS {
+            return Err(ResourceError::invalid(format!(
+                "request {rid}: a sampler keeps {MAX_REQUESTS} request slots"
+            ))
+            .with_amounts(u64::from(rid.slot) + 1, MAX_REQUESTS as u64));
+        }
+        if rid.index() >= self.slots.len() {
+            self.slots.resize_with(rid.index() + 1, || None);
+        }
+        match &self.slots[rid.index()] {
+            Some(live) if live.generation == rid.generation => return Ok(()),
+            Some(live) if live.generation > rid.generation => {
+                return Err(ResourceError::wrong_state(format!(
+                    "request {rid} is out of date: generation {} owns its slot",
+                    live.generation
+                )));
+            }
+            _ => {}
+        }
+        self.versions += 1;
+        self.penalised += usize::from(seen.is_some());
+        let old = self.slots[rid.index()].replace(Request {
+            generation: rid.generation,
+            position: AtomicU32::new(0),
+            version: self.versions,
+            params,
+            discarded: AtomicU64::new(NONE),
+            seen,
+        });
+        self.forget(old);
+        Ok(())
+    }
+
+    /// Gives a request the random numbers of another worker.
+    pub fn reseed(&mut self, rid: RequestId, seed: u64, choice: u32) {
+        let versions = self.versions + 1;
+        let Some(Some(request)) = self.slots.get_mut(rid.index()) else { return };
+        let params = SamplingParams { seed, choice, ..request.params };
+        if request.generation == rid.generation && request.params != params {
+            (request.params, request.version) = (params, versions);
+            self.versions = versions;
+        }
+    }
+
+    /// Forgets a request.
+    pub fn remove(&mut self, rid: RequestId) {
+        if self.get(rid).is_some() {
+            let old = self.slots[rid.index()].take();
+            self.forget(old);
+        }
+    }
+
+    fn forget(&mut self, old: Option<Request>) {
+        let penalised = old.is_some_and(|r| r.seen.is_some());
+        self.penalised -= usize::from(penalised);
+    }
+}

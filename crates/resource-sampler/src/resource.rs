@@ -1,0 +1,347 @@
+//! The kind's `Resource`, and the `sampler/1` it offers.
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
+
+use resource_api::{
+    AdmitOutcome, Capability, EngineResourceInfo, HostServices, HostServicesHandle, Interface,
+    LabelId, LogitsProcessor, LogitsProcessorHandle, NodeId, NodeResourceSpec, Offered, Plan,
+    PlanSlots, PublishedInfo, RequestId, RequestOverrides, Resource, ResourceError, ResourceKey,
+    ResourceKind, ResourceStep, Result, Sampled, SamplerHandle, SamplerPlan, SamplerStepOptions,
+    StepContext, TensorView, TensorViewMut, WalkId,
+};
+
+use crate::draw::{Draw, Scratch, draw, top_logprobs};
+use crate::params::SamplingParams;
+use crate::plan;
+use crate::requests::Requests;
+use crate::seen::Seen;
+use crate::spec::SamplerSpec;
+
+mod published;
+
+/// A built `sampler` resource.
+pub struct Sampler {
+    key: ResourceKey,
+    spec: SamplerSpec,
+    index: u32,
+    /// Steps and calls only read it; requests that come and go write it.
+    requests: RwLock<Requests>,
+    plans: PlanSlots<SamplerPlan>,
+    processors: RwLock<Vec<LogitsProcessorHandle>>,
+    batch: Mutex<Batch>,
+    scratch: Mutex<Vec<Scratch>>,
+    host: HostServicesHandle,
+}
+
+/// Memory of one `sample` call, kept for the next.
+#[derive(Default)]
+struct Batch {
+    /// The model's logits, where processors change them.
+    model: Vec<f32>,
+    seen: Vec<Option<Arc<Seen>>>,
+}
+
+impl ResourceKind for Sampler {
+    type Spec = SamplerSpec;
+    const KIND: &'static str = "sampler";
+    const PROVIDES: &'static [&'static str] = &["sampler/1"];
+
+    fn build(spec: NodeResourceSpec<SamplerSpec>, info: &EngineResourceInfo) -> Result<Self> {
+        let key = spec.resource_key;
+        if !info.device.is_cpu() {
+            return Err(ResourceError::unsupported(format!(
+                "[resources.{key}]: kind sampler runs on the cpu only, not on {}",
+                info.device
+            )));
+        }
+        if spec.settings.vocab_size == 0 {
+            return Err(ResourceError::invalid(format!(
+                "[resources.{key}]: vocab_size = 0 must be above 0"
+            )));
+        }
+        Ok(Self {
+            key,
+            spec: spec.settings,
+            index: info.index,
+            requests: RwLock::default(),
+            plans: PlanSlots::new(),
+            processors: RwLock::default(),
+            batch: Mutex::default(),
+            scratch: Mutex::default(),
+            host: info.host.clone(),
+        })
+    }
+
+    fn capabilities(this: &Arc<Self>) -> Vec<Capability> {
+        vec![SamplerHandle::new(this.clone()).into()]
+    }
+}
+
+impl Sampler {
+    fn requests(&self) -> RwLockReadGuard<'_, Requests> {
+        self.requests.read().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn requests_mut(&self) -> RwLockWriteGuard<'_, Requests> {
+        self.requests.write().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn batch(&self) -> MutexGuard<'_, Batch> {
+        self.batch.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Runs `work` with memory that no other thread uses meanwhile.
+    fn with_scratch<T>(&self, work: impl FnOnce(&mut Scratch) -> T) -> T {
+        let pool = || self.scratch.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut scratch = pool().pop().unwrap_or_default();
+        let result = work(&mut scratch);
+        pool().push(scratch);
+        result
+    }
+
+    fn refuse(&self, rid: RequestId, why: impl std::fmt::Display) -> AdmitOutcome {
+        let message = format!("`{}`: request {rid} {why}", self.key);
+        AdmitOutcome::runtime_error(rid, LabelId::MAIN, message)
+    }
+}
+
+impl Resource for Sampler {
+    fn inspect(&self) -> String {
+        let requests = self.requests();
+        serde_json::json!({
+            "requests": requests.len(),
+            "any_penalised": requests.any_penalised(),
+            "logits_processors": self.processors.read().map_or(0, |p| p.len()),
+        })
+        .to_string()
+    }
+
+    /// What a request has seen comes with it at ingest, whatever is skipped.
+    fn prefix_skip_safe(&self) -> bool {
+        true
+    }
+
+    fn supports_preplan(&self) -> bool {
+        true
+    }
+
+    fn accepts(&self) -> Vec<String> {
+        vec![LogitsProcessorHandle::ID.to_string()]
+    }
+
+    fn bind(&self, offered: Vec<Offered>) -> Result<()> {
+        let open = |o: Offered| {
+            let handle = o.capability.open::<LogitsProcessorHandle>();
+            handle.map_err(|e| e.within(format!("`{}`, offered to `{}`", o.key, self.key)))
+        };
+        let handles = offered.into_iter().map(open).collect::<Result<Vec<_>>>()?;
+        *self.processors.write().unwrap_or_else(PoisonError::into_inner) = handles;
+        Ok(())
+    }
+
+    fn ingest_request(&self, rid: RequestId, overrides: &RequestOverrides<'_>) -> Result<()> {
+        if rid.is_padding() || self.requests().get(rid).is_some() {
+            return Ok(());
+        }
+        let params = SamplingParams::read(overrides, &self.spec)?;
+        let seen = params.is_penalised().then(|| {
+            let seen = Seen::new(self.spec.vocab_size);
+            seen.extend(overrides.prompt());
+            Arc::new(seen)
+        });
+        self.requests_mut().insert(rid, params, seen)
+    }
+
+    fn admit_retrieve(
+        &self,
+        rid: RequestId,
+        _node: NodeId,
+        _graph_walk: WalkId,
+        published: Option<&PublishedInfo>,
+    ) -> Result<AdmitOutcome> {
+        let Some(info) = published else { return Ok(AdmitOutcome::OK) };
+        let state = match published::read(info) {
+            Ok(state) => state,
+            Err(e) => return Ok(self.refuse(rid, e)),
+        };
+        self.requests_mut().reseed(rid, state.seed, state.choice);
+        if let Some(request) = self.requests().get(rid) {
+            request.catch_up(state.position, &state.seen);
+        }
+        Ok(AdmitOutcome::OK)
+    }
+
+    fn remove_request(&self, rid: RequestId) -> Result<()> {
+        self.requests_mut().remove(rid);
+        Ok(())
+    }
+
+    fn remove_requests(&self, rids: &[RequestId]) -> Result<()> {
+        let mut requests = self.requests_mut();
+        rids.iter().for_each(|&rid| requests.remove(rid));
+        Ok(())
+    }
+
+    fn admit(&self, _step: &ResourceStep<'_>, ctx: &StepContext<'_>) -> Result<AdmitOutcome> {
+        let requests = self.requests();
+        let mut rids = ctx.padded_request_ids().iter();
+        let unknown = rids.find(|rid| !rid.is_padding() && requests.get(**rid).is_none());
+        Ok(unknown.map_or(AdmitOutcome::OK, |&rid| self.refuse(rid, "is not known here")))
+    }
+
+    fn plan(&self, step: &ResourceStep<'_>, ctx: &StepContext<'_>) -> Result<Plan> {
+        let requests = self.requests();
+        self.plans.plan(ctx, |plan| plan::lay_out(plan, &requests, step, ctx))
+    }
+
+    fn commit(&self, step: &ResourceStep<'_>, ctx: &StepContext<'_>) -> Result<()> {
+        let options = step.options::<SamplerStepOptions>()?;
+        let requests = self.requests();
+        for &rid in options.iter().flat_map(|o| o.discarded.iter()) {
+            if let Some(request) = requests.get(rid) {
+                request.discard(ctx.step());
+            }
+        }
+        if requests.any_penalised() {
+            for (rid, tokens) in plan::main_tokens(step) {
+                if let Some(seen) = requests.get(rid).and_then(|r| r.seen.as_ref()) {
+                    seen.extend(tokens);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn on_outputs(&self, ctx: &StepContext<'_>, rids: &[RequestId], ids: &[u32]) -> Result<()> {
+        let requests = self.requests();
+        for (&rid, &id) in rids.iter().zip(ids) {
+            if let Some(request) = requests.get(rid) {
+                request.take_output(ctx.step(), id);
+            }
+        }
+        Ok(())
+    }
+
+    fn publish(&self, rid: RequestId) -> Result<Option<PublishedInfo>> {
+        Ok(self.requests().get(rid).map(published::write))
+    }
+}
+
+impl resource_api::Sampler for Sampler {
+    fn sample(
+        &self,
+        ctx: &StepContext<'_>,
+        rids: &[RequestId],
+        logits: &mut TensorViewMut<'_>,
+        out: &mut [Sampled],
+    ) -> Result<()> {
+        let plan = ctx.plan_result::<SamplerPlan>(self.index)?;
+        let vocabulary = self.spec.vocab_size as usize;
+        let width = row_width(logits, rids.len(), vocabulary)?;
+        if out.len() != rids.len() {
+            return Err(ResourceError::invalid(format!(
+                "{} requests to sample but room for {} results",
+                rids.len(),
+                out.len()
+            )));
+        }
+        let mut batch = self.batch();
+        let Batch { model, seen } = &mut *batch;
+        self.find_seen(plan, rids, seen)?;
+        let processors = self.processors.read().unwrap_or_else(PoisonError::into_inner);
+        if !processors.is_empty() {
+            model.clear();
+            model.extend_from_slice(logits.as_mut_slice::<f32>().unwrap_or_default());
+            processors.iter().try_for_each(|p| p.process(ctx, rids, logits))?;
+        }
+        let logits = logits.view();
+        let rows = logits.as_slice::<f32>().unwrap_or_default();
+        let model = if processors.is_empty() { rows } else { model.as_slice() };
+
+        let one = |i: usize, out: &mut Sampled, scratch: &mut Scratch| {
+            // Checked by `find_seen`.
+            let seat = plan::planned_seat(plan, rids[i]).unwrap_or_default();
+            let request = Draw {
+                params: plan::params(plan, seat),
+                position: plan.position[seat],
+                seen: seen[i].as_deref(),
+                fresh: if seen[i].is_some() { plan::fresh(plan, seat) } else { &[] },
+            };
+            let row = |all: &[f32]| i * width..(i * width + vocabulary).min(all.len());
+            *out = draw(&model[row(model)], &rows[row(rows)], &request, scratch);
+        };
+        let work = Mutex::new(out.iter_mut().enumerate());
+        let next = || work.lock().unwrap_or_else(PoisonError::into_inner).next();
+        let threads = self.host.threads().min(rids.len() as u32);
+        self.host.run(threads, |_| {
+            self.with_scratch(|scratch| {
+                while let Some((i, out)) = next() {
+                    one(i, out, scratch);
+                }
+            });
+        });
+        seen.clear();
+        Ok(())
+    }
+
+    fn top_logprobs(
+        &self,
+        logits: &TensorView<'_>,
+        ids: &mut [u32],
+        logprobs: &mut [f32],
+    ) -> Result<()> {
+        let vocabulary = self.spec.vocab_size as usize;
+        let row = logits.as_slice::<f32>().and_then(|row| row.get(..vocabulary));
+        let row = row.ok_or_else(|| {
+            ResourceError::invalid(format!(
+                "logits are {} {:?}: expected one contiguous f32 row of {vocabulary} in host memory",
+                logits.raw().dtype.name(),
+                logits.shape()
+            ))
+        })?;
+        self.with_scratch(|scratch| top_logprobs(row, ids, logprobs, scratch))
+    }
+}
+
+impl Sampler {
+    /// What each request has seen, where that matters in this step. Held by itself, so that no lock
+    /// is held while rows are worked on.
+    fn find_seen(
+        &self,
+        plan: &SamplerPlan,
+        rids: &[RequestId],
+        seen: &mut Vec<Option<Arc<Seen>>>,
+    ) -> Result<()> {
+        seen.clear();
+        seen.resize(rids.len(), None);
+        let mut requests = None;
+        for (seen, &rid) in seen.iter_mut().zip(rids) {
+            let Some(seat) = plan::planned_seat(plan, rid) else {
+                return Err(ResourceError::invalid(format!(
+                    "`{}`: request {rid} is not part of this step",
+                    self.key
+                )));
+            };
+            if plan.apply_penalty && plan.repetition_penalty[seat] != 1.0 {
+                let requests = requests.get_or_insert_with(|| self.requests());
+                *seen = requests.get(rid).and_then(|r| r.seen.clone());
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Elements from one row to the next.
+fn row_width(logits: &mut TensorViewMut<'_>, rows: usize, vocabulary: usize) -> Result<usize> {
+    let raw = *logits.raw();
+    match (raw.shape(), logits.as_mut_slice::<f32>()) {
+        (&[n, width], Some(_)) if n == rows as i64 && width >= vocabulary as i64 => {
+            Ok(width as usize)
+        }
+        _ => Err(ResourceError::invalid(format!(
+            "logits are {} {:?}: expected contiguous f32 [{rows}, {vocabulary}] in host memory",
+            raw.dtype.name(),
+            raw.shape()
+        ))),
+    }
+}
