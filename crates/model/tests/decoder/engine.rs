@@ -1,0 +1,145 @@
+//! Drives a decoder and its resources through steps, as a runner does.
+
+use std::sync::Arc;
+
+use device::{Activations, PackOptions, Pool};
+use model::{Decoder, ModelPackage, Node, NodeResource, NodeResources, StepInput, StepOutput};
+use resource_api::{
+    BuiltResource, EngineLimits, LabelId, NodeId, RequestId, RequestOverrides, Resource,
+    ResourceStep, Result, Segments, SlotLease, StepContext, StepHead, StepId, TypedRef, WalkId,
+};
+
+use crate::plain::{Recorder, plain};
+
+/// One request's share of a step.
+#[derive(Clone, Copy, Debug)]
+pub struct Part<'a> {
+    pub request: RequestId,
+    pub label: LabelId,
+    pub tokens: &'a [u32],
+    pub sample: bool,
+}
+
+impl<'a> Part<'a> {
+    /// Tokens of the request in `slot`, sampled after the last.
+    pub fn sampled(slot: u32, tokens: &'a [u32]) -> Self {
+        let request = RequestId::new(slot, 1);
+        Self { request, label: LabelId::MAIN, tokens, sample: true }
+    }
+}
+
+/// A sampled row: the token, and the logits that the sampler saw.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Row {
+    pub request: RequestId,
+    pub token: u32,
+    pub logits: Vec<f32>,
+}
+
+pub struct Engine {
+    pub node: Decoder,
+    pub out: StepOutput,
+    resources: Vec<(&'static str, BuiltResource)>,
+    recorder: Arc<Recorder>,
+    pool: Pool,
+    steps: u64,
+}
+
+impl Engine {
+    /// A decoder on plain resources.
+    pub fn new(package: &ModelPackage, activations: Activations) -> Self {
+        let pool = Pool::new(2);
+        let options = PackOptions::new(activations);
+        let mut last = (0, 0);
+        let mut progress = |done, total| {
+            assert!(done > last.0 && done <= total);
+            last = (done, total);
+        };
+        let (config, weights) = (&package.config, &package.weights);
+        let node = Decoder::load(config, weights, options, &pool, &mut progress).expect("loads");
+        assert_eq!(last, (weights.total_bytes(), weights.total_bytes()));
+
+        let recorder = Arc::new(Recorder::default());
+        let resources = vec![
+            ("plain", plain(node.resource_defaults("positions"))),
+            ("sampler", recorder.built()),
+        ];
+        let listed = resources.iter().map(|(key, built)| NodeResource {
+            key,
+            kind: key,
+            capabilities: &built.capabilities,
+        });
+        let limits = EngineLimits { max_batch: 2, max_batch_tokens: 8, max_model_len: 128 };
+        node.attach(&NodeResources::new(node.name(), listed.collect()), &limits).expect("attaches");
+        Self { node, out: StepOutput::default(), resources, recorder, pool, steps: 0 }
+    }
+
+    /// Announces the request in `slot`.
+    pub fn ingest(&self, slot: u32, prompt: &[u32]) {
+        for (_, built) in &self.resources {
+            let overrides = RequestOverrides::new("", prompt, 64);
+            built.resource.ingest_request(RequestId::new(slot, 1), &overrides).expect("ingests");
+        }
+    }
+
+    /// Runs one step and gives its sampled rows.
+    pub fn step(&mut self, parts: &[Part<'_>]) -> Result<Vec<Row>> {
+        self.step_with_top(parts, &[])
+    }
+
+    /// As [`step`](Self::step), with the numbers of log-probabilities to report.
+    pub fn step_with_top(&mut self, parts: &[Part<'_>], top: &[u32]) -> Result<Vec<Row>> {
+        let request: Vec<_> = parts.iter().map(|p| p.request).collect();
+        let label: Vec<_> = parts.iter().map(|p| p.label).collect();
+        let span: Vec<_> = parts.iter().map(|p| p.tokens.len() as u32).collect();
+        let token_ids: Vec<_> = parts.iter().flat_map(|p| p.tokens).copied().collect();
+        let sampled = (0..parts.len()).filter(|&i| parts[i].sample);
+        let sample: Vec<u32> = sampled.map(|i| i as u32).collect();
+        self.run(&StepInput {
+            segments: Segments { request: &request, label: &label, span: &span },
+            token_ids: &token_ids,
+            sample: &sample,
+            top_logprobs: top,
+        })
+    }
+
+    /// Admits, plans, runs and commits a step.
+    pub fn run(&mut self, input: &StepInput<'_>) -> Result<Vec<Row>> {
+        self.steps += 1;
+        let request = input.segments.request;
+        let head = StepHead {
+            step: StepId(self.steps),
+            epoch: self.steps,
+            node: NodeId(0),
+            graph_walk: WalkId(0),
+            lease: SlotLease::eager(0, self.steps as u32),
+            capture: false,
+            is_preplan: false,
+        };
+        let step = ResourceStep::new(input.segments).with_token_ids(input.token_ids);
+        let mut plans = vec![TypedRef::NONE; self.resources.len()];
+        for (_, built) in &self.resources {
+            let ctx = StepContext::new(head, request, request, &plans);
+            let outcome = built.resource.admit(&step, &ctx)?;
+            assert!(outcome.is_ready(), "{}", outcome.message());
+        }
+        for (index, (_, built)) in self.resources.iter().enumerate() {
+            let ctx = StepContext::new(head, request, request, &plans);
+            plans[index] = built.resource.plan(&step, &ctx)?.into_result();
+        }
+        let ctx = StepContext::new(head, request, request, &plans);
+        self.node.forward(&ctx, input, &mut self.out, &self.pool)?;
+        for (_, built) in &self.resources {
+            built.resource.commit(&step, &ctx)?;
+        }
+        let out = &self.out;
+        let tokens: Vec<u32> = out.sampled.iter().map(|s| s.token).collect();
+        for (_, built) in &self.resources {
+            built.resource.on_outputs(&ctx, &out.requests, &tokens)?;
+        }
+        let logits = self.recorder.take();
+        assert_eq!((logits.len(), tokens.len()), (out.requests.len(), input.sample.len()));
+        let rows = out.requests.iter().zip(tokens).zip(logits);
+        Ok(rows.map(|((&request, token), logits)| Row { request, token, logits }).collect())
+    }
+}

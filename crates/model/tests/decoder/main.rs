@@ -1,0 +1,9 @@
+//! The decoder on tiny random models of every architecture, against float64, and on the real one
+//! against its reference outputs.
+
+mod engine;
+mod inputs;
+mod plain;
+mod real;
+mod reference;
+mod tiny;

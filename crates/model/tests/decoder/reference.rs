@@ -1,0 +1,116 @@
+//! The whole model in float64, written straight from its definition: no cache, no batching.
+
+use model::testing::TinyModel;
+use model::{ModelConfig, RopeScaling};
+
+type Vector = Vec<f64>;
+
+/// The logits after each of `tokens`.
+pub fn logits(model: &TinyModel, tokens: &[u32]) -> Vec<Vector> {
+    let c = &model.config;
+    let embed = matrix(model, "embed.weight", c.hidden);
+    let mut x: Vec<Vector> = tokens.iter().map(|&t| embed[t as usize].clone()).collect();
+    for n in 0..c.layers {
+        let name = |part: &str| format!("layers.{n}.{part}");
+        let heads = |part: &str, x: &Vector| {
+            let mut y = apply(&matrix(model, &name(&format!("attn.{part}.weight")), c.hidden), x);
+            if c.qkv_bias {
+                add(&mut y, &vector(model, &name(&format!("attn.{part}.bias"))));
+            }
+            y.chunks(c.head_dim).map(<[f64]>::to_vec).collect::<Vec<Vector>>()
+        };
+        let turned = |part: &str, position: usize, x: &Vector| {
+            let mut heads = heads(part, x);
+            for head in &mut heads {
+                if c.qk_norm {
+                    *head =
+                        norm(c, head, &vector(model, &name(&format!("attn.{part}_norm.weight"))));
+                }
+                rope(c, head, position);
+            }
+            heads
+        };
+        let attn_norm = vector(model, &name("attn_norm.weight"));
+        let normed: Vec<Vector> = x.iter().map(|x| norm(c, x, &attn_norm)).collect();
+        let k: Vec<_> = normed.iter().enumerate().map(|(p, x)| turned("k", p, x)).collect();
+        let v: Vec<_> = normed.iter().map(|x| heads("v", x)).collect();
+        let o = matrix(model, &name("attn.o.weight"), c.q_width());
+        for (p, x) in x.iter_mut().enumerate() {
+            let q = turned("q", p, &normed[p]);
+            let mut mixed = Vector::new();
+            for (h, q) in q.iter().enumerate() {
+                let kv = h / (c.heads / c.kv_heads);
+                let scale = (c.head_dim as f64).sqrt();
+                let scores: Vector = (0..=p).map(|s| dot(q, &k[s][kv]) / scale).collect();
+                let max = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+                let weights: Vector = scores.iter().map(|s| (s - max).exp()).collect();
+                let sum: f64 = weights.iter().sum();
+                for i in 0..c.head_dim {
+                    mixed.push((0..=p).map(|s| weights[s] * v[s][kv][i]).sum::<f64>() / sum);
+                }
+            }
+            add(x, &apply(&o, &mixed));
+        }
+        let ffn_norm = vector(model, &name("ffn_norm.weight"));
+        let gate = matrix(model, &name("ffn.gate.weight"), c.hidden);
+        let up = matrix(model, &name("ffn.up.weight"), c.hidden);
+        let down = matrix(model, &name("ffn.down.weight"), c.ffn);
+        for x in &mut x {
+            let normed = norm(c, x, &ffn_norm);
+            let gate = apply(&gate, &normed).into_iter().map(|g| g / (1.0 + (-g).exp()));
+            let inner: Vector = gate.zip(apply(&up, &normed)).map(|(g, u)| g * u).collect();
+            add(x, &apply(&down, &inner));
+        }
+    }
+    let last = vector(model, "norm.weight");
+    let head = match c.tied_embeddings {
+        true => embed,
+        false => matrix(model, "lm_head.weight", c.hidden),
+    };
+    x.iter().map(|x| apply(&head, &norm(c, x, &last))).collect()
+}
+
+fn vector(model: &TinyModel, name: &str) -> Vector {
+    let values = model.values(name).unwrap_or_else(|| panic!("no {name}"));
+    values.iter().map(|&x| f64::from(x)).collect()
+}
+
+fn matrix(model: &TinyModel, name: &str, inputs: usize) -> Vec<Vector> {
+    vector(model, name).chunks(inputs).map(<[f64]>::to_vec).collect()
+}
+
+fn dot(a: &[f64], b: &[f64]) -> f64 {
+    a.iter().zip(b).map(|(a, b)| a * b).sum()
+}
+
+fn apply(matrix: &[Vector], x: &[f64]) -> Vector {
+    matrix.iter().map(|row| dot(row, x)).collect()
+}
+
+fn add(x: &mut [f64], y: &[f64]) {
+    x.iter_mut().zip(y).for_each(|(x, y)| *x += y);
+}
+
+fn norm(c: &ModelConfig, x: &[f64], weight: &[f64]) -> Vector {
+    let mean = dot(x, x) / x.len() as f64;
+    let scale = 1.0 / (mean + f64::from(c.rms_eps)).sqrt();
+    x.iter().zip(weight).map(|(x, w)| x * scale * w).collect()
+}
+
+/// Half-split, which is how a [`TinyModel`] states its weights.
+fn rope(c: &ModelConfig, head: &mut [f64], position: usize) {
+    let half = c.rope.dim / 2;
+    for i in 0..half {
+        let divisor = match &c.rope.scaling {
+            RopeScaling::None => 1.0,
+            RopeScaling::Linear { factor } => *factor,
+            RopeScaling::Divisors(divisors) => f64::from(divisors[i]),
+            other => panic!("no reference for {other:?}"),
+        };
+        let exponent = 2.0 * i as f64 / c.rope.dim as f64;
+        let angle = position as f64 / c.rope.theta.powf(exponent) / divisor;
+        let (a, b) = (head[i], head[half + i]);
+        head[i] = a * angle.cos() - b * angle.sin();
+        head[half + i] = a * angle.sin() + b * angle.cos();
+    }
+}
