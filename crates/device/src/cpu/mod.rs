@@ -2,6 +2,7 @@
 
 pub mod attention;
 pub(crate) mod features;
+pub(crate) mod kv_view;
 pub(crate) mod matrix;
 pub(crate) mod memory;
 pub mod ops;
