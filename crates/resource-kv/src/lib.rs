@@ -1,1 +1,45 @@
+//! Kind `kv`: a paged cache of keys and values.
+//!
+//! Tokens of a stream (a request's label) lie in pages of a fixed number of slots, taken from one
+//! pool. `admit` reserves what a step's spans need, all or nothing; `plan` writes the step's page
+//! table and write addresses; the model stores each layer's keys and values through
+//! [`resource_api::KvCache`]; `commit` makes the new tokens part of the streams. Page 0 is the sink,
+//! which belongs to nobody: padding rows write and read there.
+//!
+//! The work of a step depends on its rows and new tokens only, not on how long the streams or how
+//! large the pool are: page tables stay from step to step and only what is new is written.
+//!
+//! | file | holds |
+//! |---|---|
+//! | `spec` | settings and how many pages they mean |
+//! | `geometry` | where a page, layer, head and slot lie in memory |
+//! | `memory` | that memory |
+//! | `pool` | which page is free, and how many owners the others have |
+//! | `stream` | streams of requests |
+//! | `step` | what a step in flight has reserved |
+//! | `state` | all of that under one lock: requests come and go |
+//! | `admit`, `plan`, `commit` | the parts of a step |
+//! | `seats` | page tables that stay from step to step |
+//! | `audit` | the state for people, and its check |
+//! | `board` | what capability calls read without the lock |
+//! | `cache` | the capability `kv.cache/1` |
+#![forbid(unsafe_code)]
 
+mod admit;
+mod audit;
+mod board;
+mod cache;
+mod commit;
+mod geometry;
+mod memory;
+mod plan;
+mod pool;
+mod resource;
+mod seats;
+mod spec;
+mod state;
+mod step;
+mod stream;
+
+pub use resource::Kv;
+pub use spec::KvSpec;

@@ -1,0 +1,108 @@
+//! Making what a step wrote part of its streams.
+
+use resource_api::{ResourceError, Result, StepId};
+
+use crate::state::{Shared, State};
+use crate::step::{StepRecord, Target};
+use crate::stream::{StreamId, droppable};
+
+impl State {
+    /// Lets the streams of a step grow, trims those that keep a window, and makes the copies that
+    /// belong after the step.
+    pub(crate) fn commit(&mut self, shared: &Shared, step: StepId) -> Result<()> {
+        let Some(at) = self.find(step).filter(|&at| !self.steps[at].staged) else {
+            return Err(ResourceError::wrong_state(format!(
+                "step {} is not in flight: it was not admitted, or is committed already",
+                step.0
+            )));
+        };
+        // Where the step was never planned, they are still missing.
+        self.copy_before(shared, at)?;
+        let mut record = self.steps.remove(at);
+        self.unmark(&record);
+        for at in 0..record.copies.len() {
+            if !record.copies[at].after && record.copies[at].alive {
+                self.replace(shared, &mut record, at);
+            }
+        }
+        if record.commit {
+            self.grow(shared, &record);
+            self.trim(shared, &record);
+        }
+        let copied = self.copy_after(shared, &mut record);
+        self.spare.push(record);
+        copied
+    }
+
+    fn grow(&mut self, shared: &Shared, record: &StepRecord) {
+        for entry in record.entries.iter().filter(|e| e.span > 0) {
+            if let (Target::Stream | Target::Fork(_), Some(stream)) =
+                (entry.target, self.requests.get_mut(entry.id))
+            {
+                stream.len += entry.span;
+                stream.generation += 1;
+                self.publish(shared, entry.id);
+            }
+        }
+    }
+
+    fn trim(&mut self, shared: &Shared, record: &StepRecord) {
+        for retention in &record.retention {
+            let id = StreamId { request: retention.request_id, label: retention.label };
+            let Some(stream) = self.requests.get_mut(id) else { continue };
+            stream.protected = stream.protected.max(retention.protected_prefix);
+            let (len, protected) = (stream.len, stream.protected);
+            let size = shared.facts.page_size;
+            self.drop_front(shared, id, droppable(len, protected, retention.context_budget, size));
+        }
+    }
+
+    /// Releases `count` whole pages after the protected ones. Says how many tokens went.
+    pub(crate) fn drop_front(&mut self, shared: &Shared, id: StreamId, count: u32) -> u32 {
+        let Some(stream) = self.requests.get_mut(id).filter(|_| count > 0) else { return 0 };
+        let size = shared.facts.page_size;
+        let first = stream.protected.div_ceil(size) as usize;
+        let tokens = count * size;
+        stream.len -= tokens;
+        stream.released += u64::from(tokens);
+        stream.generation += 1;
+        self.release_range(shared, id, first..first + count as usize);
+        self.publish(shared, id);
+        tokens
+    }
+
+    fn copy_after(&mut self, shared: &Shared, record: &mut StepRecord) -> Result<()> {
+        let mut result = Ok(());
+        for at in 0..record.copies.len() {
+            let copy = &mut record.copies[at];
+            if !copy.after || !copy.alive {
+                continue;
+            }
+            let source = self.requests.get(copy.source());
+            copy.len = source.map_or(0, |s| s.len);
+            let needed = shared.pages_for(copy.len) as usize;
+            let pages = source.map_or(&[][..], |s| &s.pages[..needed]);
+            for (&from, &to) in pages.iter().zip(&copy.pages) {
+                result = result.and(shared.memory.copy_page(from, to));
+            }
+            // The source may have been trimmed since the pages were counted.
+            let mut rest = copy.pages.split_off(needed.min(copy.pages.len()));
+            self.release(shared, &mut rest);
+            self.replace(shared, record, at);
+        }
+        result
+    }
+
+    /// Gives the copy's pages to its target.
+    fn replace(&mut self, shared: &Shared, record: &mut StepRecord, at: usize) {
+        let copy = &mut record.copies[at];
+        let id = copy.target();
+        let Some(stream) = self.requests.get_mut(id) else { return };
+        let mut old = std::mem::replace(&mut stream.pages, std::mem::take(&mut copy.pages));
+        (stream.len, stream.table) = (copy.len, copy.table);
+        (stream.released, stream.protected) = (0, 0);
+        stream.generation += 1;
+        self.release(shared, &mut old);
+        self.publish(shared, id);
+    }
+}

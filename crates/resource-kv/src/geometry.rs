@@ -1,0 +1,54 @@
+//! Where a page, layer, head and slot lie in the cache's memory.
+
+use resource_api::{KvFacts, ResourceError, Result};
+
+use crate::spec::Shape;
+
+/// Lays a cache of this shape and number of pages out.
+///
+/// All layers of a page lie together, so that a page moves to another place as one block; within a
+/// layer keys come before values, and a head's slots lie together, so that attention walks a page of
+/// one head without gaps: `[page][layer][k, v][head][slot][dim]`.
+///
+/// # Errors
+/// When the cache is larger than an address space.
+pub(crate) fn lay_out(shape: &Shape, num_pages: u32) -> Result<KvFacts> {
+    let slot_stride = u64::from(shape.head_dim);
+    let too_large = || {
+        let what = "a cache of these layers, heads and pages is larger than any memory";
+        ResourceError::invalid(what)
+    };
+    let times = |a: u64, b: u32| a.checked_mul(b.into()).ok_or_else(too_large);
+    let head_stride = times(slot_stride, shape.page_size)?;
+    let kv_stride = times(head_stride, shape.num_kv_heads)?;
+    let layer_stride = times(kv_stride, 2)?;
+    let page_stride = times(layer_stride, shape.num_layers)?;
+    let bytes = times(times(page_stride, num_pages)?, shape.dtype.size() as u32)?;
+    isize::try_from(bytes).map_err(|_| too_large())?;
+    Ok(KvFacts {
+        num_layers: shape.num_layers,
+        num_kv_heads: shape.num_kv_heads,
+        num_qo_heads: shape.num_qo_heads,
+        head_dim: shape.head_dim,
+        page_size: shape.page_size,
+        num_pages,
+        max_seq_len: shape.max_seq_len,
+        dtype: shape.dtype,
+        page_stride,
+        layer_stride,
+        kv_stride,
+        head_stride,
+        slot_stride,
+    })
+}
+
+/// Bytes of all pages.
+pub(crate) fn total_bytes(facts: &KvFacts) -> u64 {
+    facts.page_stride * u64::from(facts.num_pages) * facts.dtype.size() as u64
+}
+
+/// First element of the keys (`v` 0) or values (`v` 1) of a token slot's first head.
+pub(crate) fn slot_start(facts: &KvFacts, layer: u32, v: u64, page: u32, slot: u32) -> usize {
+    let page = u64::from(page) * facts.page_stride + u64::from(layer) * facts.layer_stride;
+    (page + v * facts.kv_stride + u64::from(slot) * facts.slot_stride) as usize
+}

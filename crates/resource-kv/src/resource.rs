@@ -1,0 +1,199 @@
+//! The resource: its build, and the methods of the protocol handed on to the state.
+
+use std::sync::Arc;
+
+use resource_api::host::level;
+use resource_api::{
+    AdmitOutcome, Capability, Device, EngineResourceInfo, Exclusive, HostServices,
+    HostServicesHandle, KvCacheHandle, KvFacts, KvPlan, NodeResourceSpec, Plan, PlanSlots,
+    RequestId, RequestOverrides, Resource, ResourceError, ResourceKind, ResourceStep, Result,
+    StepContext, StepId, TypedRef,
+};
+
+use crate::board::Board;
+use crate::geometry::{lay_out, total_bytes};
+use crate::memory::KvMemory;
+use crate::spec::{KvSpec, within};
+use crate::state::{Shared, State};
+
+/// A paged cache of keys and values.
+#[derive(Debug)]
+pub struct Kv {
+    pub(crate) index: u32,
+    pub(crate) shared: Shared,
+    state: Exclusive<State>,
+    plans: PlanSlots<KvPlan>,
+    fingerprint: Vec<u8>,
+    _budget: Budget,
+}
+
+/// A share of the engine's memory budget, given back when dropped.
+#[derive(Debug)]
+struct Budget {
+    host: HostServicesHandle,
+    device: Device,
+    bytes: u64,
+}
+
+impl Budget {
+    fn take(host: &HostServicesHandle, device: Device, bytes: u64) -> Result<Self> {
+        host.reserve_memory(device, bytes)?;
+        Ok(Budget { host: host.clone(), device, bytes })
+    }
+}
+
+impl Drop for Budget {
+    fn drop(&mut self) {
+        self.host.release_memory(self.device, self.bytes);
+    }
+}
+
+impl Kv {
+    /// Runs `f` under the lock and shows the outside how many pages are free then.
+    pub(crate) fn with_state<R>(&self, f: impl FnOnce(&mut State, &Shared) -> R) -> R {
+        let mut state = self.state.lock();
+        let result = f(&mut state, &self.shared);
+        self.shared.board.set_free(state.pool.ready() + state.pool.waiting());
+        result
+    }
+
+    fn build_checked(spec: &NodeResourceSpec<KvSpec>, info: &EngineResourceInfo) -> Result<Self> {
+        if !info.device.is_cpu() {
+            let what = format!("kind kv runs on the CPU only for now, not on {}", info.device);
+            return Err(ResourceError::unsupported(what));
+        }
+        let settings = &spec.settings;
+        let shape = settings.shape(info)?;
+        let page_bytes = total_bytes(&lay_out(&shape, 1)?);
+        let free = info.host.free_memory(info.device);
+        let num_pages = settings.num_pages(&shape, info.limits.max_batch, page_bytes, free)?;
+        let facts = lay_out(&shape, num_pages)?;
+        let budget = Budget::take(&info.host, info.device, total_bytes(&facts))?;
+        let memory = KvMemory::new(facts)?;
+        let state = State::new(&facts, info.limits.max_batch);
+        let tokens = u64::from(num_pages - 1) * u64::from(facts.page_size);
+        let message = format!(
+            "{}: {num_pages} pages of {} tokens, {} MiB of {}",
+            spec.resource_key,
+            facts.page_size,
+            total_bytes(&facts) >> 20,
+            facts.dtype.name()
+        );
+        info.host.log(level::INFO, "kv", &message);
+        if tokens < u64::from(facts.max_seq_len) {
+            let message = format!(
+                "{}: the pool holds {tokens} tokens, a stream may have {}; longer ones are refused",
+                spec.resource_key, facts.max_seq_len
+            );
+            info.host.log(level::WARN, "kv", &message);
+        }
+        let kv = Kv {
+            index: info.index,
+            shared: Shared { facts, memory, board: Board::new(), host: info.host.clone() },
+            state: Exclusive::new(state),
+            plans: PlanSlots::new(),
+            fingerprint: fingerprint(&facts, &settings.prefix_cache_salt),
+            _budget: budget,
+        };
+        kv.with_state(|_, _| ());
+        Ok(kv)
+    }
+}
+
+/// Everything that a stored page depends on beyond its tokens and the model, each part tagged.
+fn fingerprint(facts: &KvFacts, salt: &str) -> Vec<u8> {
+    let KvFacts { num_layers, num_kv_heads, head_dim, page_size, dtype, .. } = facts;
+    let dtype = dtype.name();
+    let layout = "page layer kv head slot dim";
+    format!(
+        "kv/1;layers={num_layers};heads={num_kv_heads};dim={head_dim};page={page_size};\
+         dtype={dtype};layout={layout};salt={}:{salt}",
+        salt.len()
+    )
+    .into_bytes()
+}
+
+impl Resource for Kv {
+    fn describe(&self) -> Vec<TypedRef<'_>> {
+        vec![TypedRef::new(&self.shared.facts)]
+    }
+
+    fn inspect(&self) -> String {
+        let name = |label| self.shared.host.label_name(label);
+        self.with_state(|state, shared| state.inspect(shared, name)).to_string()
+    }
+
+    fn prefix_skip_safe(&self) -> bool {
+        true
+    }
+
+    fn supports_preplan(&self) -> bool {
+        true
+    }
+
+    fn fingerprint(&self) -> Option<Vec<u8>> {
+        Some(self.fingerprint.clone())
+    }
+
+    fn post_warmup_validate(&self) -> Result<()> {
+        self.with_state(|state, _| state.check_conservation())
+    }
+
+    fn ingest_request(&self, rid: RequestId, overrides: &RequestOverrides<'_>) -> Result<()> {
+        self.with_state(|state, shared| state.ingest(shared, rid, overrides))
+    }
+
+    fn reset_request(&self, rid: RequestId, free: bool) -> Result<()> {
+        self.with_state(|state, shared| state.reset(shared, rid, free));
+        Ok(())
+    }
+
+    fn remove_request(&self, rid: RequestId) -> Result<()> {
+        self.remove_requests(&[rid])
+    }
+
+    fn remove_requests(&self, rids: &[RequestId]) -> Result<()> {
+        self.with_state(|state, shared| rids.iter().for_each(|&rid| state.remove(shared, rid)));
+        Ok(())
+    }
+
+    fn admit(&self, step: &ResourceStep<'_>, ctx: &StepContext<'_>) -> Result<AdmitOutcome> {
+        self.with_state(|state, shared| state.admit(shared, step, ctx))
+    }
+
+    fn rollback_admit(&self, _step: &ResourceStep<'_>, ctx: &StepContext<'_>) -> Result<()> {
+        self.with_state(|state, shared| state.rollback(shared, ctx.step()));
+        Ok(())
+    }
+
+    fn plan(&self, step: &ResourceStep<'_>, ctx: &StepContext<'_>) -> Result<Plan> {
+        self.with_state(|state, shared| state.plan(shared, &self.plans, step, ctx))
+    }
+
+    fn commit(&self, _step: &ResourceStep<'_>, ctx: &StepContext<'_>) -> Result<()> {
+        self.with_state(|state, shared| state.commit(shared, ctx.step()))
+    }
+
+    fn clear_preplan(&self, step: Option<StepId>) -> Result<()> {
+        self.with_state(|state, shared| state.clear_preplan(shared, step));
+        Ok(())
+    }
+
+    fn on_outputs(&self, _: &StepContext<'_>, _: &[RequestId], _: &[u32]) -> Result<()> {
+        Ok(())
+    }
+}
+
+impl ResourceKind for Kv {
+    type Spec = KvSpec;
+    const KIND: &'static str = "kv";
+    const PROVIDES: &'static [&'static str] = &["kv.cache/1"];
+
+    fn build(spec: NodeResourceSpec<KvSpec>, info: &EngineResourceInfo) -> Result<Self> {
+        within(&spec, Self::build_checked(&spec, info))
+    }
+
+    fn capabilities(this: &Arc<Self>) -> Vec<Capability> {
+        vec![KvCacheHandle::new(this.clone()).into()]
+    }
+}

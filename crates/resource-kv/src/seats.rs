@@ -1,0 +1,98 @@
+//! Page tables that stay from step to step.
+//!
+//! A stream has one seat, the row of it in the page tables of all slots. A slot remembers which pages
+//! of which page list it has written to a seat, so that a step writes only what is new there.
+
+use resource_api::PlanVec;
+
+use crate::pool::SINK;
+use crate::stream::{NO_SEAT, Stream};
+
+/// What a slot has written to a seat.
+#[derive(Clone, Copy, Debug, Default)]
+struct Written {
+    /// Identity of the page list; 0 for none.
+    table: u64,
+    /// How many pages of it.
+    pages: u32,
+}
+
+/// Seats of all streams. Seat 0 is that of the sink: a row of sink pages.
+#[derive(Debug)]
+pub(crate) struct Seats {
+    /// Entries of a row: pages of the longest stream.
+    stride: u32,
+    /// Rows that tables have.
+    rows: u32,
+    /// Rows that were ever given to a stream, the sink's included.
+    used: u32,
+    free: Vec<u32>,
+    slots: Vec<Vec<Written>>,
+}
+
+impl Seats {
+    pub(crate) fn new(stride: u32, max_batch: u32) -> Self {
+        let rows = max_batch.clamp(1, 1 << 16) + 1;
+        Seats { stride, rows, used: 1, free: Vec::new(), slots: Vec::new() }
+    }
+
+    /// The stream's seat; gives it one if it has none.
+    pub(crate) fn take(&mut self, stream: &mut Stream) -> u32 {
+        if stream.seat == NO_SEAT {
+            stream.seat = self.free.pop().unwrap_or_else(|| {
+                self.used += 1;
+                self.used - 1
+            });
+        }
+        stream.seat
+    }
+
+    /// Frees a seat.
+    pub(crate) fn leave(&mut self, seat: u32) {
+        if seat != NO_SEAT {
+            self.free.push(seat);
+        }
+    }
+
+    /// Gives the slot's table a row for every seat. `keep_old`: a captured graph may read the table
+    /// at its present address.
+    pub(crate) fn make_room(&mut self, slot: usize, table: &mut PlanVec<u32>, keep_old: bool) {
+        while self.rows < self.used {
+            self.rows *= 2;
+        }
+        let entries = self.rows as usize * self.stride as usize;
+        if table.len() < entries {
+            table.reserve(entries, keep_old);
+            table.resize(entries, SINK);
+        }
+        if self.slots.len() <= slot {
+            self.slots.resize_with(slot + 1, Vec::new);
+        }
+        if self.slots[slot].len() < self.rows as usize {
+            self.slots[slot].resize(self.rows as usize, Written::default());
+        }
+    }
+
+    /// Brings the seat's row up to date with the first `pages` pages of page list `list`.
+    pub(crate) fn write(
+        &mut self,
+        slot: usize,
+        table: &mut [u32],
+        seat: u32,
+        list: u64,
+        pages: &[u32],
+    ) {
+        let written = &mut self.slots[slot][seat as usize];
+        if written.table != list {
+            *written = Written { table: list, pages: 0 };
+        }
+        let known = (written.pages as usize).min(pages.len());
+        let row = seat as usize * self.stride as usize;
+        table[row + known..row + pages.len()].copy_from_slice(&pages[known..]);
+        written.pages = written.pages.max(pages.len() as u32);
+    }
+
+    pub(crate) fn stride(&self) -> u32 {
+        self.stride
+    }
+}

@@ -1,0 +1,245 @@
+//! Everything that the step methods change, under one lock; requests come and go.
+
+use std::ops::Range;
+
+use resource_api::{
+    HostServices, HostServicesHandle, KvFacts, RequestId, RequestOverrides, ResourceError, Result,
+    StepId,
+};
+
+use crate::board::Board;
+use crate::memory::KvMemory;
+use crate::pool::PagePool;
+use crate::seats::Seats;
+use crate::step::{StepRecord, Target};
+use crate::stream::{MAX_REQUESTS, Requests, StreamId};
+
+/// What needs no lock.
+#[derive(Debug)]
+pub(crate) struct Shared {
+    pub(crate) facts: KvFacts,
+    pub(crate) memory: KvMemory,
+    pub(crate) board: Board,
+    pub(crate) host: HostServicesHandle,
+}
+
+impl Shared {
+    /// The last step epoch whose device work is done.
+    pub(crate) fn completed_epoch(&self) -> u64 {
+        self.host.completed_epoch()
+    }
+
+    /// Pages for this many tokens.
+    pub(crate) fn pages_for(&self, tokens: u32) -> u32 {
+        tokens.div_ceil(self.facts.page_size)
+    }
+}
+
+/// Streams, pages and steps in flight.
+#[derive(Debug)]
+pub(crate) struct State {
+    pub(crate) requests: Requests,
+    pub(crate) pool: PagePool,
+    pub(crate) seats: Seats,
+    /// Steps between `admit` and `commit`, in order of admission.
+    pub(crate) steps: Vec<StepRecord>,
+    pub(crate) spare: Vec<StepRecord>,
+    /// The last step that was planned to run: it may access any page that was owned so far.
+    pub(crate) last_epoch: u64,
+    /// Counts admissions.
+    pub(crate) admissions: u64,
+    /// Pages on their way back to the pool; kept for its memory.
+    outgoing: Vec<u32>,
+    page_size: u32,
+    tables: u64,
+}
+
+impl State {
+    pub(crate) fn new(facts: &KvFacts, max_batch: u32) -> Self {
+        State {
+            requests: Requests::default(),
+            pool: PagePool::new(facts.num_pages),
+            seats: Seats::new(facts.max_seq_len.div_ceil(facts.page_size), max_batch),
+            steps: Vec::new(),
+            spare: Vec::new(),
+            last_epoch: 0,
+            admissions: 0,
+            outgoing: Vec::new(),
+            page_size: facts.page_size,
+            tables: 0,
+        }
+    }
+
+    /// A new identity for a page list.
+    pub(crate) fn new_table(&mut self) -> u64 {
+        self.tables += 1;
+        self.tables
+    }
+
+    /// Token slots of a page.
+    pub(crate) fn page_size(&self) -> u32 {
+        self.page_size
+    }
+
+    /// The step in flight with this id.
+    pub(crate) fn find(&self, step: StepId) -> Option<usize> {
+        self.steps.iter().position(|r| r.step == Some(step))
+    }
+
+    /// Makes a request live. A second time it changes nothing; an id older than the live one is a
+    /// late copy, a newer one replaces it.
+    pub(crate) fn ingest(
+        &mut self,
+        shared: &Shared,
+        request: RequestId,
+        overrides: &RequestOverrides<'_>,
+    ) -> Result<()> {
+        if request.is_padding() {
+            return Ok(());
+        }
+        if request.slot >= MAX_REQUESTS || request.generation == 0 {
+            return Err(ResourceError::invalid(format!(
+                "request {request}: slots go up to {} and generations begin at 1",
+                MAX_REQUESTS - 1
+            )));
+        }
+        match self.requests.live(request) {
+            Some(live) if live >= request.generation => return Ok(()),
+            Some(live) => self.remove(shared, RequestId::new(request.slot, live)),
+            None => {}
+        }
+        let prompt = u32::try_from(overrides.prompt().len()).unwrap_or(u32::MAX);
+        let tokens = prompt.saturating_add(overrides.max_new_tokens());
+        let pages = shared.pages_for(tokens.min(shared.facts.max_seq_len)).min(self.pool.usable());
+        self.requests.insert(request, pages as usize + 1);
+        let table = self.new_table();
+        let id = StreamId { request, label: resource_api::LabelId::MAIN };
+        if let Some(main) = self.requests.get_mut(id) {
+            main.table = table;
+        }
+        shared.board.set(id, 0, 0);
+        Ok(())
+    }
+
+    /// Empties a request's streams; with `free`, or where a page must not be written again, their
+    /// pages go too.
+    pub(crate) fn reset(&mut self, shared: &Shared, request: RequestId, free: bool) {
+        if request.is_padding() || !self.requests.is_live(request) {
+            return;
+        }
+        self.forget(shared, request);
+        let mut nth = 0;
+        while let Some(label) = self.requests.nth_label(request, nth) {
+            let id = StreamId { request, label };
+            nth += 1;
+            let Some(stream) = self.requests.get_mut(id) else { continue };
+            (stream.len, stream.pending, stream.in_flight, stream.rewriters) = (0, 0, 0, 0);
+            (stream.released, stream.protected) = (0, 0);
+            stream.generation += 1;
+            let held = &stream.pages;
+            if free || held.iter().any(|&p| self.pool.is_sealed(p) || self.pool.owners(p) > 1) {
+                let held = held.len();
+                self.release_range(shared, id, 0..held);
+            }
+            self.publish(shared, id);
+        }
+    }
+
+    /// Forgets a request and frees its pages.
+    pub(crate) fn remove(&mut self, shared: &Shared, request: RequestId) {
+        if request.is_padding() || !self.requests.is_live(request) {
+            return;
+        }
+        self.reset(shared, request, true);
+        let mut nth = 0;
+        while let Some(label) = self.requests.nth_label(request, nth) {
+            let id = StreamId { request, label };
+            nth += 1;
+            if let Some(stream) = self.requests.get(id) {
+                self.seats.leave(stream.seat);
+            }
+        }
+        self.requests.remove(request);
+    }
+
+    /// Takes a request out of the steps in flight: what they reserved for its streams stays with the
+    /// streams, and their rows go to the sink.
+    fn forget(&mut self, shared: &Shared, request: RequestId) {
+        let mut steps = std::mem::take(&mut self.steps);
+        for record in &mut steps {
+            let mut found = false;
+            for entry in record.entries.iter_mut().filter(|e| e.id.request == request) {
+                entry.target = if entry.span > 0 { Target::Sink } else { Target::Nothing };
+                found = true;
+            }
+            for copy in record.copies.iter_mut().filter(|c| c.fork.request_id == request) {
+                let mut pages = std::mem::take(&mut copy.pages);
+                self.release(shared, &mut pages);
+                copy.alive = false;
+                found = true;
+            }
+            record.opened.retain(|id| id.request != request);
+            record.taken.retain(|(id, _)| id.request != request);
+            record.marked.retain(|(id, _)| id.request != request);
+            record.stale |= found;
+        }
+        self.steps = steps;
+    }
+
+    /// Gives up pages that a step still running may access.
+    pub(crate) fn release(&mut self, shared: &Shared, pages: &mut Vec<u32>) {
+        if pages.is_empty() {
+            return;
+        }
+        let completed = shared.completed_epoch();
+        // In reverse, so that pages taken together are taken in the same order again.
+        for page in pages.drain(..).rev() {
+            self.pool.release(page, self.last_epoch, completed);
+        }
+    }
+
+    /// Moves pages `range` of a stream back to the pool.
+    pub(crate) fn release_range(&mut self, shared: &Shared, id: StreamId, range: Range<usize>) {
+        let table = self.new_table();
+        let Some(stream) = self.requests.get_mut(id) else { return };
+        let mut outgoing = std::mem::take(&mut self.outgoing);
+        outgoing.extend(stream.pages.drain(range));
+        stream.table = table;
+        self.release(shared, &mut outgoing);
+        self.outgoing = outgoing;
+    }
+
+    /// Sets the committed length back to `len` and releases the pages that are no longer needed.
+    pub(crate) fn rewind(&mut self, shared: &Shared, id: StreamId, len: u32) {
+        let needed = shared.pages_for(len) as usize;
+        let Some(stream) = self.requests.get_mut(id) else { return };
+        stream.len = len;
+        stream.generation += 1;
+        let held = stream.pages.len();
+        if held > needed {
+            self.release_range(shared, id, needed..held);
+        }
+        self.publish(shared, id);
+    }
+
+    /// Shows a stream to those without the lock.
+    pub(crate) fn publish(&self, shared: &Shared, id: StreamId) {
+        let (len, held) = self.requests.get(id).map_or((0, 0), |s| (s.len, s.held()));
+        shared.board.set(id, len, held);
+    }
+
+    /// The open stream, if no step in flight uses it.
+    pub(crate) fn idle_stream(&self, id: StreamId, what: &str) -> Result<&crate::stream::Stream> {
+        match self.requests.get(id) {
+            None => Err(ResourceError::new(
+                resource_api::ErrorKind::NOT_FOUND,
+                format!("request {} has no stream with label {}", id.request, id.label.0),
+            )),
+            Some(stream) if stream.in_flight > 0 => Err(ResourceError::wrong_state(format!(
+                "cannot {what} stream {} of request {} while a step with it is in flight",
+                id.label.0, id.request
+            ))),
+            Some(stream) => Ok(stream),
+        }
+    }
+}

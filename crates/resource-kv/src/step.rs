@@ -1,0 +1,155 @@
+//! What a step in flight has reserved: enough to undo it without trace, or to commit it.
+
+use resource_api::{Fork, KvStepOptions, LabelId, Plan, Retention, Segments, SlotLease, StepId};
+
+use crate::stream::StreamId;
+
+/// What a row of a step reads and writes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Target {
+    /// The stream itself.
+    Stream,
+    /// The copy that this fork of the step makes before it.
+    Fork(usize),
+    /// The sink: padding, and requests that have gone since.
+    Sink,
+    /// No tokens: a stream that nobody opened, which this step does not extend.
+    Nothing,
+}
+
+/// A segment of the step.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Entry {
+    pub(crate) id: StreamId,
+    pub(crate) target: Target,
+    /// Length before the step.
+    pub(crate) start: u32,
+    /// Tokens that the step adds.
+    pub(crate) span: u32,
+}
+
+/// A copy that the step makes. It goes to pages of its own, which become the target's at commit: an
+/// abandoned step leaves the target's contents as they were.
+#[derive(Debug)]
+pub(crate) struct Copy {
+    pub(crate) fork: Fork,
+    /// Made after the step, at commit.
+    pub(crate) after: bool,
+    /// Length of the copy.
+    pub(crate) len: u32,
+    /// Pages for the copy and what the step appends to it.
+    pub(crate) need: u32,
+    pub(crate) pages: Vec<u32>,
+    /// See `Stream::table`.
+    pub(crate) table: u64,
+    /// Whether the contents have been copied.
+    pub(crate) done: bool,
+    /// False once the request has gone.
+    pub(crate) alive: bool,
+}
+
+impl Copy {
+    pub(crate) fn source(&self) -> StreamId {
+        StreamId { request: self.fork.request_id, label: self.fork.from }
+    }
+
+    pub(crate) fn target(&self) -> StreamId {
+        StreamId { request: self.fork.request_id, label: self.fork.to }
+    }
+}
+
+/// One step between `admit` and `commit`. Reused, so that steps allocate nothing.
+#[derive(Debug, Default)]
+pub(crate) struct StepRecord {
+    pub(crate) step: StepIdOrNone,
+    /// Only planned ahead: dropped by any other step.
+    pub(crate) staged: bool,
+    /// A request of it has gone, so that a plan made ahead is wrong.
+    pub(crate) stale: bool,
+    /// Whether the streams grow at commit.
+    pub(crate) commit: bool,
+    pub(crate) entries: Vec<Entry>,
+    /// In the order they are made.
+    pub(crate) copies: Vec<Copy>,
+    pub(crate) retention: Vec<Retention>,
+    /// Streams that it opened, in order.
+    pub(crate) opened: Vec<StreamId>,
+    /// Pages that it took for a stream, in order.
+    pub(crate) taken: Vec<(StreamId, u32)>,
+    /// Streams that it marked as in flight, and whether it rewrites them.
+    pub(crate) marked: Vec<(StreamId, bool)>,
+    /// Its plan, and the lease it was made for.
+    pub(crate) plan: Option<(SlotLease, Plan)>,
+}
+
+/// The step of a record; `None` while the record is spare.
+pub(crate) type StepIdOrNone = Option<StepId>;
+
+impl StepRecord {
+    /// Empties the record and keeps its memory.
+    pub(crate) fn begin(&mut self, step: StepId, staged: bool, options: Option<&KvStepOptions>) {
+        self.step = Some(step);
+        self.staged = staged;
+        self.stale = false;
+        self.commit = options.is_none_or(|o| o.commit);
+        self.entries.clear();
+        self.copies.clear();
+        self.retention.clear();
+        self.opened.clear();
+        self.taken.clear();
+        self.marked.clear();
+        self.plan = None;
+    }
+
+    /// Whether the record was made for exactly this.
+    pub(crate) fn is_for(&self, segments: Segments<'_>, options: Option<&KvStepOptions>) -> bool {
+        let entries = self.entries.iter().map(|e| (e.id.request, e.id.label, e.span));
+        let asked = segments.iter().map(|s| (s.request_id, s.label, s.span));
+        let copies = |after| self.copies.iter().filter(move |c| c.after == after).map(|c| c.fork);
+        let forks = |list: &[Fork], after| copies(after).eq(list.iter().copied().filter(is_real));
+        let rest = match options {
+            None => self.commit && self.copies.is_empty() && self.retention.is_empty(),
+            Some(o) => {
+                self.commit == o.commit
+                    && forks(&o.pre_forks, false)
+                    && forks(&o.post_forks, true)
+                    && self.retention[..] == o.retention[..]
+            }
+        };
+        rest && entries.eq(asked)
+    }
+
+    /// Tokens that the entry makes pending on its stream.
+    pub(crate) fn pending(&self, entry: &Entry) -> u32 {
+        match entry.target {
+            Target::Stream if self.commit => entry.span,
+            _ => 0,
+        }
+    }
+
+    /// The last copy made before the step that goes to this stream.
+    pub(crate) fn copy_into(&self, id: StreamId) -> Option<usize> {
+        self.copies.iter().rposition(|c| !c.after && c.alive && c.target() == id)
+    }
+
+    /// What the step does to a stream.
+    pub(crate) fn entry_of(&self, id: StreamId) -> Option<&Entry> {
+        self.entries.iter().find(|e| e.id == id)
+    }
+
+    /// Whether the step adds tokens to the stream.
+    pub(crate) fn extends(&self, id: StreamId) -> bool {
+        self.taken.iter().any(|(t, _)| *t == id)
+            || self.entry_of(id).is_some_and(|e| e.span > 0 && e.target == Target::Stream)
+    }
+}
+
+/// Padding rows have nothing to copy.
+pub(crate) fn is_real(fork: &Fork) -> bool {
+    !fork.request_id.is_padding()
+}
+
+/// The label under which a stream's rows are planned.
+pub(crate) fn plan_label(label: LabelId, combined: &[resource_api::CombinedLabel]) -> LabelId {
+    combined.iter().find(|c| c.source == label).map_or(label, |c| c.combined)
+}
