@@ -1,0 +1,145 @@
+//! The CPU back end: blocks of a plan over the host's threads.
+
+mod block;
+mod hidden;
+mod pages;
+mod queue;
+mod state;
+
+pub(crate) use hidden::select_last;
+
+use crate::cache::Cache;
+use crate::plan::{AttentionPlan, Group, NONE};
+use crate::spec::Scoring;
+use block::{Inputs, Scratch, at_least};
+use pages::Pages;
+use queue::Queue;
+use resource_api::{
+    HostServices, HostServicesHandle, KvPlan, ResourceError, Result, TensorView, TensorViewMut,
+};
+use state::State;
+use std::cell::RefCell;
+use std::sync::{Mutex, PoisonError};
+
+/// Keys that are reduced together, counted from the start of a stream. Part of what an output is to
+/// the bit: it does not follow the page size, the batch or the machine.
+pub const CHUNK: u32 = 256;
+
+/// One group's attention in one step.
+#[derive(Debug)]
+pub(crate) struct Work<'a> {
+    pub plan: &'a AttentionPlan,
+    pub group: &'a Group,
+    pub kv: &'a KvPlan,
+    pub cache: &'a Cache,
+    pub scoring: &'a Scoring,
+    pub host: &'a HostServicesHandle,
+}
+
+thread_local! {
+    static SCRATCH: RefCell<Scratch> = RefCell::default();
+    static PARTIALS: RefCell<Vec<f32>> = const { RefCell::new(Vec::new()) };
+}
+
+/// Computes `out` for the tokens of the group; what `out` has beyond them becomes 0.
+///
+/// # Errors
+/// `INVALID` for tensors of another shape or type, `INTERNAL` for a plan that points outside of the
+/// cache, and those of the cache.
+pub(crate) fn attend(
+    work: &Work<'_>,
+    layer: u32,
+    q: &TensorView<'_>,
+    out: &mut TensorViewMut<'_>,
+) -> Result<()> {
+    let tokens = work.group.num_tokens as usize;
+    let width = work.cache.query_heads() * work.cache.head_dim() as usize;
+    check(work, "q", q)?;
+    check(work, "out", &out.view())?;
+    let (Some(q), Some(out)) = (q.as_slice::<f32>(), out.as_mut_slice::<f32>()) else {
+        return Err(ResourceError::invalid("q and out must be contiguous f32 on the CPU"));
+    };
+    let (out, beyond) = out.split_at_mut(tokens * width);
+    beyond.fill(0.0);
+    if tokens == 0 {
+        return Ok(());
+    }
+    let layer = work.cache.layer(layer)?;
+    let (k, v) = (Pages::new(layer.k, work.cache)?, Pages::new(layer.v, work.cache)?);
+    let inputs = Inputs { work, k, v, q };
+
+    let rows = work.cache.query_heads() / work.cache.kv_heads();
+    let part = State::len(rows, work.cache.head_dim() as usize);
+    let heads = work.cache.kv_heads();
+    let blocks = work.plan.blocks_of(work.group);
+    let mut kept = PARTIALS.take();
+    let partials = at_least(&mut kept, work.group.num_partials as usize * heads * part);
+    let mut done = Ok(());
+    if !partials.is_empty() {
+        let split = blocks.iter().filter(|b| b.first_partial != NONE);
+        let chunks = split.flat_map(|b| inputs.task(b).chunks().map(move |c| (b, c)));
+        let units = chunks.flat_map(|(b, c)| (0..heads).map(move |head| ((b, c, head), part)));
+        done = spread(work.host, work.group.num_partials as usize * heads, units, partials, {
+            |(block, chunk, head), scratch, part| {
+                inputs.task(block).chunk(chunk, head, &mut scratch.tables, part)
+            }
+        });
+    }
+    if done.is_ok() {
+        let partials = &*partials;
+        let units = blocks.iter().map(|b| (b, b.tokens as usize * width));
+        done = spread(work.host, blocks.len(), units, out, |block, scratch, out| {
+            let task = inputs.task(block);
+            if task.row.kv_row == NONE {
+                out.fill(0.0);
+                return Ok(());
+            }
+            if block.first_partial == NONE {
+                return task.whole(scratch, out);
+            }
+            let first = block.first_partial as usize * heads * part;
+            task.merged(scratch, &partials[first..], out);
+            Ok(())
+        });
+    }
+    PARTIALS.set(kept);
+    done
+}
+
+/// Runs `body` once for each of `count` tasks with its part of `buffer`, on the host's threads.
+/// After an error no further task starts.
+fn spread<T: Send, I: Iterator<Item = (T, usize)> + Send>(
+    host: &HostServicesHandle,
+    count: usize,
+    tasks: I,
+    buffer: &mut [f32],
+    body: impl Fn(T, &mut Scratch, &mut [f32]) -> Result<()> + Sync,
+) -> Result<()> {
+    let queue = Queue::new(tasks, buffer);
+    let failure = Mutex::new(None);
+    let failed = || failure.lock().unwrap_or_else(PoisonError::into_inner);
+    let workers = host.threads().clamp(1, u32::try_from(count).unwrap_or(u32::MAX).max(1));
+    host.run(workers, |_| {
+        let mut scratch = SCRATCH.take();
+        while let Some((task, part)) = queue.next() {
+            if let Err(e) = body(task, &mut scratch, part) {
+                *failed() = Some(e);
+            }
+        }
+        SCRATCH.set(scratch);
+    });
+    let failure = failed().take();
+    failure.map_or(Ok(()), Err)
+}
+
+/// Whether `tensor` is `[tokens of the group or more, query heads, head dim]`.
+fn check(work: &Work<'_>, name: &str, tensor: &TensorView<'_>) -> Result<()> {
+    let (tokens, heads) = (work.group.num_tokens as i64, work.cache.query_heads() as i64);
+    let head_dim = i64::from(work.cache.head_dim());
+    match *tensor.shape() {
+        [n, h, d] if n >= tokens && h == heads && d == head_dim => Ok(()),
+        ref shape => Err(ResourceError::invalid(format!(
+            "{name} is {shape:?}; this step needs [{tokens}, {heads}, {head_dim}]"
+        ))),
+    }
+}

@@ -1,0 +1,150 @@
+//! Kind `attention`.
+
+use crate::cache::Cache;
+use crate::cpu;
+use crate::layout::{Layout, Shape};
+use crate::plan::AttentionPlan;
+use crate::spec::{AttentionSettings, Scoring};
+use resource_api::{
+    Attention, AttentionHandle, AttentionStepOptions, Capability, EngineResourceInfo, HostServices,
+    HostServicesHandle, KvPlan, LabelId, NodeResourceSpec, Plan, PlanSlots, Resource,
+    ResourceError, ResourceKey, ResourceKind, ResourceStep, Result, StepContext, TensorView,
+    TensorViewMut,
+};
+use std::sync::Arc;
+
+/// Attention of a step's tokens over their own streams.
+///
+/// Plans what its cache plans: every group and row of [`KvPlan`], in the same order.
+#[derive(Debug)]
+pub struct PagedAttention {
+    settings: AttentionSettings,
+    cache: Cache,
+    shape: Shape,
+    plans: PlanSlots<AttentionPlan>,
+    index: u32,
+    host: HostServicesHandle,
+}
+
+impl ResourceKind for PagedAttention {
+    type Spec = AttentionSettings;
+    const KIND: &'static str = "attention";
+    const PROVIDES: &'static [&'static str] = &["attention/1"];
+
+    fn depends_on(spec: &NodeResourceSpec<AttentionSettings>) -> Vec<ResourceKey> {
+        vec![spec.settings.kv_cache.clone()]
+    }
+
+    fn build(spec: NodeResourceSpec<AttentionSettings>, info: &EngineResourceInfo) -> Result<Self> {
+        let settings = spec.settings;
+        let within = |e: ResourceError| e.within(format!("[resources.{}]", spec.resource_key));
+        let cache = Cache::new(info, &settings.kv_cache).map_err(within)?;
+        let AttentionSettings { sm_scale, logit_softcap, sliding_window, .. } = settings;
+        let scoring = Scoring::new(cache.head_dim(), sm_scale, logit_softcap, sliding_window)
+            .map_err(within)?;
+        let shape =
+            Shape { scoring, block_tokens: cache.block_tokens(), threads: info.host.threads() };
+        let (index, host) = (info.index, info.host.clone());
+        Ok(Self { settings, cache, shape, plans: PlanSlots::new(), index, host })
+    }
+
+    fn capabilities(this: &Arc<Self>) -> Vec<Capability> {
+        vec![AttentionHandle::new(this.clone()).into()]
+    }
+}
+
+impl Resource for PagedAttention {
+    fn depends_on(&self) -> Vec<String> {
+        vec![self.settings.kv_cache.clone()]
+    }
+
+    fn inspect(&self) -> String {
+        serde_json::json!({ "kind": Self::KIND, "settings": self.settings }).to_string()
+    }
+
+    /// It keeps nothing for a request, so it misses nothing.
+    fn prefix_skip_safe(&self) -> bool {
+        true
+    }
+
+    /// A slot's plan depends on nothing but the step, so a staged one needs no undoing.
+    fn supports_preplan(&self) -> bool {
+        true
+    }
+
+    fn fingerprint(&self) -> Option<Vec<u8>> {
+        Some(self.shape.scoring.fingerprint(Self::KIND))
+    }
+
+    fn plan(&self, step: &ResourceStep<'_>, ctx: &StepContext<'_>) -> Result<Plan> {
+        let options = step.options::<AttentionStepOptions>()?.copied().unwrap_or_default();
+        let kv = self.cache.plan(ctx)?;
+        self.plans.plan(ctx, |plan| {
+            lay_out(plan, kv, options.causal, &self.shape);
+            Ok(())
+        })
+    }
+}
+
+fn lay_out(plan: &mut AttentionPlan, kv: &KvPlan, causal: bool, shape: &Shape) {
+    let mut layout = Layout::new(plan, causal);
+    for group in kv.groups.iter() {
+        layout.group(group.label);
+        for r in group.first_row..group.first_row + group.num_rows {
+            let i = r as usize;
+            let reads = (!kv.request[i].is_padding()).then_some(r);
+            layout.row(reads, kv.span[i], kv.start[i], kv.len[i]);
+        }
+    }
+    layout.finish(shape);
+}
+
+impl Attention for PagedAttention {
+    fn run(
+        &self,
+        ctx: &StepContext<'_>,
+        layer: u32,
+        label: LabelId,
+        q: &TensorView<'_>,
+        out: &mut TensorViewMut<'_>,
+    ) -> Result<()> {
+        let plan: &AttentionPlan = ctx.plan_result(self.index)?;
+        let group = plan.group(label, |l| self.host.label_name(l))?;
+        let work = cpu::Work {
+            plan,
+            group,
+            kv: self.cache.plan(ctx)?,
+            cache: &self.cache,
+            scoring: &self.shape.scoring,
+            host: &self.host,
+        };
+        cpu::attend(&work, layer, q, out)
+    }
+
+    fn qo_indptr(&self, ctx: &StepContext<'_>, label: LabelId, indptr: &mut [u32]) -> Result<u32> {
+        let plan: &AttentionPlan = ctx.plan_result(self.index)?;
+        let from = plan.indptr(plan.group(label, |l| self.host.label_name(l))?);
+        let have = indptr.len();
+        let Some(to) = indptr.get_mut(..from.len()) else {
+            return Err(ResourceError::invalid(format!(
+                "qo_indptr has {} entries, the buffer {have}",
+                from.len()
+            ))
+            .with_amounts(from.len() as u64, have as u64));
+        };
+        to.copy_from_slice(from);
+        Ok(from.len() as u32)
+    }
+
+    fn select_last_hidden(
+        &self,
+        ctx: &StepContext<'_>,
+        label: LabelId,
+        hidden: &TensorView<'_>,
+        out: &mut TensorViewMut<'_>,
+    ) -> Result<()> {
+        let plan: &AttentionPlan = ctx.plan_result(self.index)?;
+        let group = plan.group(label, |l| self.host.label_name(l))?;
+        cpu::select_last(plan.indptr(group), hidden, out)
+    }
+}
