@@ -9,6 +9,7 @@ use resource_api::{
     ResourceStep, Result, Segments, SlotLease, StepContext, StepHead, StepId, TypedRef, WalkId,
 };
 
+use crate::kinds::kinds;
 use crate::plain::{Recorder, plain};
 
 /// One request's share of a step.
@@ -36,6 +37,17 @@ pub struct Row {
     pub logits: Vec<f32>,
 }
 
+/// What stands behind the decoder's capabilities.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Resources {
+    /// Growing lists and float64 sums.
+    Plain,
+    /// The shipped kinds.
+    Kinds,
+}
+
+pub const BOTH: [Resources; 2] = [Resources::Plain, Resources::Kinds];
+
 pub struct Engine {
     pub node: Decoder,
     pub out: StepOutput,
@@ -46,8 +58,8 @@ pub struct Engine {
 }
 
 impl Engine {
-    /// A decoder on plain resources.
-    pub fn new(package: &ModelPackage, activations: Activations) -> Self {
+    /// A decoder with its resources.
+    pub fn new(package: &ModelPackage, activations: Activations, on: Resources) -> Self {
         let pool = Pool::new(2);
         let options = PackOptions::new(activations);
         let mut last = (0, 0);
@@ -59,11 +71,19 @@ impl Engine {
         let node = Decoder::load(config, weights, options, &pool, &mut progress).expect("loads");
         assert_eq!(last, (weights.total_bytes(), weights.total_bytes()));
 
-        let recorder = Arc::new(Recorder::default());
-        let resources = vec![
-            ("plain", plain(node.resource_defaults("positions"))),
-            ("sampler", recorder.built()),
-        ];
+        let mut resources = match on {
+            Resources::Plain => vec![("plain", plain(node.resource_defaults("positions")))],
+            Resources::Kinds => kinds(&node),
+        };
+        let sampler = resources.iter_mut().find(|(key, _)| *key == "sampler");
+        let recorder = match sampler {
+            Some((_, sampler)) => {
+                let inner = sampler.capabilities.remove(0).open().expect("a sampler");
+                Arc::new(Recorder::before(inner))
+            }
+            None => Arc::default(),
+        };
+        resources.push(("recorder", recorder.built()));
         let listed = resources.iter().map(|(key, built)| NodeResource {
             key,
             kind: key,
@@ -76,8 +96,9 @@ impl Engine {
 
     /// Announces the request in `slot`.
     pub fn ingest(&self, slot: u32, prompt: &[u32]) {
-        for (_, built) in &self.resources {
-            let overrides = RequestOverrides::new("", prompt, 64);
+        for (key, built) in &self.resources {
+            let text = if *key == "sampler" { r#"{"temperature": 0}"# } else { "" };
+            let overrides = RequestOverrides::new(text, prompt, 64);
             built.resource.ingest_request(RequestId::new(slot, 1), &overrides).expect("ingests");
         }
     }

@@ -7,13 +7,13 @@ use model::testing::TinyModel;
 use model::{Architecture, Decoder, Node, NodeResource, NodeResources, StepInput};
 use resource_api::{BuiltResource, EngineLimits, ErrorKind, LabelId, RequestId, Segments};
 
-use crate::engine::{Engine, Part};
+use crate::engine::{Engine, Part, Resources};
 use crate::plain::{Recorder, best, plain};
 use crate::tiny::{from_gguf, tokens};
 
 fn engine() -> Engine {
     let model = TinyModel::new(Architecture::Llama, 3);
-    Engine::new(&from_gguf(&model), Activations::Float)
+    Engine::new(&from_gguf(&model), Activations::Float, Resources::Plain)
 }
 
 #[test]

@@ -3,6 +3,7 @@
 
 mod engine;
 mod inputs;
+mod kinds;
 mod plain;
 mod real;
 mod reference;

@@ -12,6 +12,9 @@ use serde_json::{Map, Value};
 
 type Stream = (RequestId, LabelId);
 
+/// Key and value of one token in one layer, all heads.
+type KeyValue = (Vec<f32>, Vec<f32>);
+
 /// Cache, attention and positions in one.
 #[derive(Default)]
 struct Plain {
@@ -22,8 +25,7 @@ struct Plain {
 #[derive(Default)]
 struct State {
     lengths: HashMap<Stream, usize>,
-    /// Keys and values per layer and stream, one entry per token.
-    cache: HashMap<(u32, Stream), Vec<(Vec<f32>, Vec<f32>)>>,
+    cache: HashMap<(u32, Stream), Vec<KeyValue>>,
     step: Vec<Segment>,
 }
 
@@ -232,13 +234,19 @@ impl Plain {
     }
 }
 
-/// A sampler that takes the best token and keeps the logits it saw.
+/// A sampler that keeps the logits it saw, and takes the best token or what another one takes.
 #[derive(Default)]
 pub struct Recorder {
+    inner: Option<SamplerHandle>,
     seen: Mutex<Vec<Vec<f32>>>,
 }
 
 impl Recorder {
+    /// A recorder before `inner`.
+    pub fn before(inner: SamplerHandle) -> Self {
+        Self { inner: Some(inner), ..Self::default() }
+    }
+
     /// As a resource.
     pub fn built(self: &Arc<Self>) -> BuiltResource {
         BuiltResource {
@@ -258,16 +266,20 @@ impl Resource for Recorder {}
 impl Sampler for Recorder {
     fn sample(
         &self,
-        _ctx: &StepContext<'_>,
+        ctx: &StepContext<'_>,
         rids: &[RequestId],
         logits: &mut TensorViewMut<'_>,
         out: &mut [Sampled],
     ) -> Result<()> {
         let vocab = logits.shape()[1] as usize;
-        let logits = logits.as_mut_slice::<f32>().expect("contiguous f32");
-        assert_eq!((rids.len(), logits.len()), (out.len(), out.len() * vocab));
-        for (row, out) in logits.chunks_exact_mut(vocab).zip(out) {
-            self.seen.lock().expect("no test panics inside").push(row.to_vec());
+        let rows = logits.as_mut_slice::<f32>().expect("contiguous f32");
+        assert_eq!((rids.len(), rows.len()), (out.len(), out.len() * vocab));
+        let mut seen = self.seen.lock().expect("no test panics inside");
+        seen.extend(rows.chunks_exact(vocab).map(<[f32]>::to_vec));
+        if let Some(inner) = &self.inner {
+            return inner.sample(ctx, rids, logits, out);
+        }
+        for (row, out) in rows.chunks_exact_mut(vocab).zip(out) {
             let (token, logprob) = best(row, 1)[0];
             *out = Sampled { token, status: Sampled::OK, logprob };
             // As it may: nobody may read the logits afterwards.
@@ -282,6 +294,9 @@ impl Sampler for Recorder {
         ids: &mut [u32],
         logprobs: &mut [f32],
     ) -> Result<()> {
+        if let Some(inner) = &self.inner {
+            return inner.top_logprobs(logits, ids, logprobs);
+        }
         let row = logits.as_slice::<f32>().expect("contiguous f32");
         for (i, (id, logprob)) in best(row, ids.len()).into_iter().enumerate() {
             (ids[i], logprobs[i]) = (id, logprob);

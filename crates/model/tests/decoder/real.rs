@@ -7,7 +7,7 @@ use model::ModelPackage;
 use model::testing::real_model_path;
 use serde_json::Value;
 
-use crate::engine::{Engine, Part, Row};
+use crate::engine::{Engine, Part, Resources, Row};
 use crate::plain::best;
 
 static MODEL: LazyLock<ModelPackage> =
@@ -48,7 +48,7 @@ fn items(names: &[&str]) -> Vec<Item> {
 /// Feeds each prompt in chunks, then float64's own tokens, all requests in one batch. Gives, per
 /// request, the rows after which the generated tokens come.
 fn follow(items: &[Item], activations: Activations, steps: usize) -> Vec<Vec<Row>> {
-    let mut engine = Engine::new(&MODEL, activations);
+    let mut engine = Engine::new(&MODEL, activations, Resources::Kinds);
     let mut rows = vec![Vec::new(); items.len()];
     (0..).zip(items).for_each(|(slot, item)| engine.ingest(slot, &item.prompt));
     let chunk = 16;

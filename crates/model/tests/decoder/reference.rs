@@ -45,9 +45,8 @@ pub fn logits(model: &TinyModel, tokens: &[u32]) -> Vec<Vector> {
                 let max = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
                 let weights: Vector = scores.iter().map(|s| (s - max).exp()).collect();
                 let sum: f64 = weights.iter().sum();
-                for i in 0..c.head_dim {
-                    mixed.push((0..=p).map(|s| weights[s] * v[s][kv][i]).sum::<f64>() / sum);
-                }
+                let value = |i| (0..=p).map(|s| weights[s] * v[s][kv][i]).sum::<f64>() / sum;
+                mixed.extend((0..c.head_dim).map(value));
             }
             add(x, &apply(&o, &mixed));
         }

@@ -6,7 +6,7 @@ use device::Activations;
 use model::testing::{TinyModel, Vocabulary};
 use model::{Architecture, Gguf, ModelPackage, Node, RopeScaling, SharedBytes};
 
-use crate::engine::{Engine, Part, Row};
+use crate::engine::{BOTH, Engine, Part, Resources, Row};
 use crate::reference;
 
 const ARCHITECTURES: [Architecture; 3] =
@@ -42,12 +42,14 @@ fn assert_close(got: &[f32], want: &[f64], what: &str) {
 fn check_every_position(package: &ModelPackage, model: &TinyModel, what: &str) {
     let text = tokens(40, 3);
     let want = reference::logits(model, &text);
-    let mut engine = Engine::new(package, Activations::Float);
-    engine.ingest(0, &text);
-    for (position, want) in want.iter().enumerate() {
-        let part = Part::sampled(0, &text[position..=position]);
-        let rows = engine.step(&[part]).expect("the step runs");
-        assert_close(&rows[0].logits, want, &format!("{what}, position {position}"));
+    for on in BOTH {
+        let mut engine = Engine::new(package, Activations::Float, on);
+        engine.ingest(0, &text);
+        for (position, want) in want.iter().enumerate() {
+            let part = Part::sampled(0, &text[position..=position]);
+            let rows = engine.step(&[part]).expect("the step runs");
+            assert_close(&rows[0].logits, want, &format!("{what}, {on:?}, position {position}"));
+        }
     }
 }
 
@@ -91,7 +93,9 @@ fn a_tied_embedding_is_packed_once() {
     let mut config = tied.config.clone();
     config.tied_embeddings = false;
     let untied = TinyModel::with_config(config, tied.vocabulary.clone(), 1);
-    let bytes = |m: &TinyModel| Engine::new(&from_gguf(m), Activations::Float).node.weight_bytes();
+    let bytes = |m: &TinyModel| {
+        Engine::new(&from_gguf(m), Activations::Float, Resources::Plain).node.weight_bytes()
+    };
     let rows = tied.config.vocab.next_multiple_of(16);
     assert_eq!(bytes(&untied) - bytes(&tied), rows * tied.config.hidden * 4);
 }
@@ -105,11 +109,12 @@ const GENERATED: usize = 6;
 /// request may add (0: it sits the step out), and `order` sorts the step's parts.
 fn generate(
     package: &ModelPackage,
+    on: Resources,
     prompts: &[Vec<u32>],
     share: impl Fn(usize, u32) -> usize,
     order: impl Fn(&mut Vec<Part<'_>>),
 ) -> History {
-    let mut engine = Engine::new(package, Activations::Float);
+    let mut engine = Engine::new(package, Activations::Float, on);
     let mut texts: Vec<Vec<u32>> = prompts.to_vec();
     let mut done = vec![0; prompts.len()];
     let mut history = History::new();
@@ -143,50 +148,53 @@ fn generate(
     unreachable!("the loop ends by returning")
 }
 
+/// Each prompt alone, in one go, compared with float64 as well.
+fn generate_alone(model: &TinyModel, on: Resources, prompts: &[Vec<u32>]) -> History {
+    let package = from_gguf(model);
+    let mut history = History::new();
+    for (slot, prompt) in (0..).zip(prompts) {
+        let mut engine = Engine::new(&package, Activations::Float, on);
+        engine.ingest(slot, prompt);
+        let (mut text, mut at) = (prompt.clone(), 0);
+        let mut rows = Vec::new();
+        for _ in 0..GENERATED {
+            rows.extend(engine.step(&[Part::sampled(slot, &text[at..])]).expect("the step runs"));
+            at = text.len();
+            text.push(rows[rows.len() - 1].token);
+        }
+        let want = reference::logits(model, &text[..at]);
+        for (row, want) in rows.iter().zip(&want[prompt.len() - 1..]) {
+            assert_close(&row.logits, want, &format!("{on:?}, request {slot}"));
+        }
+        history.insert(slot, rows);
+    }
+    history
+}
+
 #[test]
 fn chunks_batches_and_order_change_no_bit() {
-    for architecture in ARCHITECTURES {
+    for (architecture, on) in ARCHITECTURES.into_iter().flat_map(|a| BOTH.map(|on| (a, on))) {
         let model = TinyModel::new(architecture, 11);
         let package = from_gguf(&model);
         let prompts: Vec<Vec<u32>> =
             [70, 1, 19, 33].iter().zip(1..).map(|(&n, seed)| tokens(n, seed)).collect();
-
-        let mut alone = History::new();
-        for slot in 0..prompts.len() {
-            let mut only = vec![Vec::new(); prompts.len()];
-            only[slot] = prompts[slot].clone();
-            let mut history = History::new();
-            let mut engine = Engine::new(&package, Activations::Float);
-            let mut text = only.swap_remove(slot);
-            let mut at = 0;
-            for _ in 0..GENERATED {
-                let rows = engine.step(&[Part::sampled(slot as u32, &text[at..])]).expect("runs");
-                at = text.len();
-                text.push(rows[0].token);
-                history.entry(slot as u32).or_default().extend(rows);
-            }
-            let want = reference::logits(&model, &text[..at]);
-            for (row, want) in history[&(slot as u32)].iter().rev().zip(want.iter().rev()) {
-                assert_close(&row.logits, want, &format!("{architecture:?}, request {slot}"));
-            }
-            alone.append(&mut history);
-        }
+        let alone = generate_alone(&model, on, &prompts);
 
         for chunk in [1, 7, 64, 1000] {
-            let batched = generate(&package, &prompts, |_, _| chunk, |_| ());
-            assert!(batched == alone, "{architecture:?}: chunks of {chunk} change the result");
+            let batched = generate(&package, on, &prompts, |_, _| chunk, |_| ());
+            assert!(batched == alone, "{architecture:?}, {on:?}: chunks of {chunk} change a bit");
         }
         // Requests begin at different steps, take unequal shares, and lie in another order.
         let uneven = |step: usize, slot: u32| match step < slot as usize * 3 {
             true => 0,
             false => 1 + (step * 5 + slot as usize * 3) % 11,
         };
-        let shuffled = generate(&package, &prompts, uneven, |parts| {
+        let shuffled = generate(&package, on, &prompts, uneven, |parts| {
             let by = parts.len() / 2;
             parts.rotate_left(by);
             parts.reverse();
         });
-        assert!(shuffled == alone, "{architecture:?}: the batch changes the result");
+        assert!(shuffled == alone, "{architecture:?}, {on:?}: the batch changes a bit");
     }
 }
 
@@ -196,31 +204,35 @@ fn labels_are_streams_of_their_own() {
     let package = from_gguf(&model);
     let other = resource_api::LabelId(4);
     let (text, branch) = (tokens(9, 1), tokens(5, 2));
-    let mut engine = Engine::new(&package, Activations::Float);
-    let rows = engine
-        .step(&[
-            Part::sampled(0, &text),
-            Part { sample: false, ..Part::sampled(1, &branch) },
-            Part { label: other, ..Part::sampled(0, &branch) },
-        ])
-        .expect("the step runs");
     let want = [&text, &branch].map(|t| reference::logits(&model, t).pop().expect("a position"));
-    assert_close(&rows[0].logits, &want[0], "main");
-    assert_close(&rows[1].logits, &want[1], "the other label");
+    for on in BOTH {
+        let mut engine = Engine::new(&package, Activations::Float, on);
+        engine.ingest(0, &text);
+        engine.ingest(1, &branch);
+        let rows = engine
+            .step(&[
+                Part::sampled(0, &text),
+                Part { sample: false, ..Part::sampled(1, &branch) },
+                Part { label: other, ..Part::sampled(0, &branch) },
+            ])
+            .expect("the step runs");
+        assert_close(&rows[0].logits, &want[0], "main");
+        assert_close(&rows[1].logits, &want[1], "the other label");
 
-    let apart = [
-        Part::sampled(0, &text[..1]),
-        Part { label: other, ..Part::sampled(0, &text[..1]) },
-        Part::sampled(1, &text[..1]),
-    ];
-    let e = engine.step(&apart).expect_err("labels are mixed");
-    assert!(e.message().contains("label 0 do not lie side by side"), "{e}");
+        let apart = [
+            Part::sampled(0, &text[..1]),
+            Part { label: other, ..Part::sampled(0, &text[..1]) },
+            Part::sampled(1, &text[..1]),
+        ];
+        let e = engine.step(&apart).expect_err("labels are mixed");
+        assert!(e.message().contains("label 0 do not lie side by side"), "{e}");
+    }
 }
 
 #[test]
 fn defaults_name_only_keys_of_the_kind() {
     let model = TinyModel::new(Architecture::Qwen2, 2);
-    let engine = Engine::new(&from_gguf(&model), Activations::Float);
+    let engine = Engine::new(&from_gguf(&model), Activations::Float, Resources::Plain);
     let keys = |kind: &str| {
         let defaults = engine.node.resource_defaults(kind);
         defaults.keys().cloned().collect::<Vec<_>>().join(" ")
