@@ -19,7 +19,7 @@ const CHUNK: usize = 256;
 pub fn frequencies(spec: &PositionsSpec, head_dim: u32) -> Result<Vec<f64>> {
     spec.check()?;
     let dim = spec.rotary_dim.unwrap_or(head_dim);
-    if dim == 0 || dim % 2 != 0 || dim > head_dim {
+    if dim == 0 || !dim.is_multiple_of(2) || dim > head_dim {
         return Err(ResourceError::invalid(format!(
             "rotary_dim = {dim} must be even, and at most the head dimension {head_dim}"
         )));

@@ -150,3 +150,6 @@ pub fn top_logprobs(
     }
     Ok(())
 }
+
+#[cfg(test)]
+mod tests;
