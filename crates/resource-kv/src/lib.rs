@@ -18,7 +18,8 @@
 //! | `stream` | streams of requests |
 //! | `step` | what a step in flight has reserved |
 //! | `state` | all of that under one lock: requests come and go |
-//! | `admit`, `plan`, `commit` | the parts of a step |
+//! | `admit`, `reserve`, `undo` | taking what a step needs, all or nothing, and giving it back |
+//! | `plan`, `commit` | laying a step out, and making it part of its streams |
 //! | `seats` | page tables that stay from step to step |
 //! | `audit` | the state for people, and its check |
 //! | `board` | what capability calls read without the lock |
@@ -34,12 +35,14 @@ mod geometry;
 mod memory;
 mod plan;
 mod pool;
+mod reserve;
 mod resource;
 mod seats;
 mod spec;
 mod state;
 mod step;
 mod stream;
+mod undo;
 
 pub use resource::Kv;
 pub use spec::KvSpec;

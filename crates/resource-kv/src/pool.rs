@@ -26,7 +26,7 @@ struct Page {
 #[derive(Debug)]
 pub(crate) struct PagePool {
     pages: Vec<Page>,
-    ready: u32,
+    first_ready: u32,
     num_ready: u32,
     first_waiting: u32,
     last_waiting: u32,
@@ -43,7 +43,7 @@ impl PagePool {
         };
         PagePool {
             pages: (0..num_pages).map(page).collect(),
-            ready: SINK + 1,
+            first_ready: SINK + 1,
             num_ready: num_pages - 1,
             first_waiting: END,
             last_waiting: END,
@@ -88,10 +88,10 @@ impl PagePool {
             return false;
         }
         for _ in 0..count {
-            let page = self.ready;
+            let page = self.first_ready;
             let entry = &mut self.pages[page as usize];
             entry.owners = 1;
-            self.ready = entry.next;
+            self.first_ready = entry.next;
             into.push(page);
         }
         self.num_ready -= count;
@@ -149,7 +149,7 @@ impl PagePool {
 
     /// The pages that may be taken, next one first.
     pub(crate) fn ready_list(&self) -> impl Iterator<Item = u32> + '_ {
-        self.list(self.ready)
+        self.list(self.first_ready)
     }
 
     /// The free pages that may not be taken yet, first one first.
@@ -170,8 +170,8 @@ impl PagePool {
     }
 
     fn push_ready(&mut self, page: u32) {
-        self.pages[page as usize].next = self.ready;
-        self.ready = page;
+        self.pages[page as usize].next = self.first_ready;
+        self.first_ready = page;
         self.num_ready += 1;
     }
 }

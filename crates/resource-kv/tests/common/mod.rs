@@ -1,10 +1,14 @@
 //! A cache behind its handles, and steps for it.
 #![allow(dead_code)] // each test file uses its own part
 
-use resource_api::host::PlainHost;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use resource_api::host::{Job, ParallelBody, PlainHost};
 use resource_api::{
-    AdmitOutcome, Device, EngineResourceInfo, Fork, KvCache, KvCacheHandle, KvPlan, KvStepOptions,
-    LabelId, NodeId, NodeResourceSpec, RequestId, RequestOverrides, Resource, ResourceHandle,
+    AdmitOutcome, BuiltResource, Device, EngineResourceInfo, ErrorKind, Fork, HostServices,
+    HostServicesHandle, KvCache, KvCacheHandle, KvPlan, KvStepOptions, LabelId, NodeId,
+    NodeResourceSpec, RequestId, RequestOverrides, Resource, ResourceError, ResourceHandle,
     ResourceStep, Result, Segments, SlotLease, StepContext, StepHead, StepId, TensorView,
     TensorViewMut, TypedRef, WalkId, build_resource,
 };
@@ -43,10 +47,93 @@ pub fn cache(page_size: u32, pages: u32, max_seq_len: u32) -> Cache {
         r#""pages": {}, "page_size": {page_size}, "max_seq_len": {max_seq_len}, "dtype": "f32""#,
         pages + 1
     );
-    let info = EngineResourceInfo::new(Device::CPU, PlainHost::handle());
-    let built = build_resource::<Kv>(&spec(&settings), &info).unwrap();
+    cache_on(PlainHost::handle(), &settings, page_size)
+}
+
+pub fn cache_on(host: HostServicesHandle, settings: &str, page_size: u32) -> Cache {
+    let built = try_cache_on(host, settings).unwrap();
     let kv = built.capabilities[0].open::<KvCacheHandle>().unwrap();
     Cache { resource: built.resource, kv, page_size }
+}
+
+pub fn try_cache_on(host: HostServicesHandle, settings: &str) -> Result<BuiltResource> {
+    build_resource::<Kv>(&spec(settings), &EngineResourceInfo::new(Device::CPU, host))
+}
+
+/// A host with threads, a budget, and epochs that complete when the test says so.
+#[derive(Clone)]
+pub struct TestHost(pub Arc<TestHostState>);
+
+pub struct TestHostState {
+    pub threads: u32,
+    pub free: AtomicU64,
+    pub completed: AtomicU64,
+    pub parallel: AtomicU64,
+    plain: HostServicesHandle,
+}
+
+impl TestHost {
+    pub fn new(threads: u32, bytes: u64) -> Self {
+        TestHost(Arc::new(TestHostState {
+            threads,
+            free: bytes.into(),
+            completed: u64::MAX.into(),
+            parallel: 0.into(),
+            plain: PlainHost::handle(),
+        }))
+    }
+
+    pub fn handle(&self) -> HostServicesHandle {
+        HostServicesHandle::new(self.0.clone())
+    }
+}
+
+impl HostServices for TestHostState {
+    fn threads(&self) -> u32 {
+        self.threads
+    }
+    fn parallel_for(&self, tasks: u32, body: ParallelBody) {
+        self.parallel.fetch_add(1, Ordering::Relaxed);
+        std::thread::scope(|s| (0..tasks).for_each(|task| drop(s.spawn(move || body.call(task)))));
+    }
+    fn log(&self, _: u32, _: &str, _: &str) {}
+    fn count(&self, _: &str, _: &str, _: u64) {}
+    fn gauge(&self, _: &str, _: &str, _: f64) {}
+    fn now_nanos(&self) -> u64 {
+        0
+    }
+    fn label_name(&self, label: LabelId) -> String {
+        self.plain.label_name(label)
+    }
+    fn label_id(&self, name: &str) -> LabelId {
+        self.plain.label_id(name)
+    }
+    fn walk_name(&self, walk: WalkId) -> String {
+        self.plain.walk_name(walk)
+    }
+    fn node_name(&self, node: NodeId) -> String {
+        self.plain.node_name(node)
+    }
+    fn completed_epoch(&self) -> u64 {
+        self.completed.load(Ordering::Relaxed)
+    }
+    fn reserve_memory(&self, _: Device, bytes: u64) -> Result<()> {
+        let free = self.free.load(Ordering::Relaxed);
+        let left = free.checked_sub(bytes).ok_or_else(|| {
+            ResourceError::new(ErrorKind::EXHAUSTED, "no memory").with_amounts(bytes, free)
+        })?;
+        self.free.store(left, Ordering::Relaxed);
+        Ok(())
+    }
+    fn release_memory(&self, _: Device, bytes: u64) {
+        self.free.fetch_add(bytes, Ordering::Relaxed);
+    }
+    fn free_memory(&self, _: Device) -> u64 {
+        self.free.load(Ordering::Relaxed)
+    }
+    fn spawn(&self, name: &str, job: Job) -> Result<()> {
+        self.plain.spawn(name, job)
+    }
 }
 
 /// A step: its rows and options, where it is planned.
@@ -126,6 +213,7 @@ impl Cache {
         step.call(&[], |s, c| self.resource.commit(s, c))
     }
 
+    #[allow(clippy::len_without_is_empty)]
     pub fn len(&self, slot: u32, label: u32) -> u32 {
         self.kv.stream_len(rid(slot), LabelId(label)).unwrap()
     }
@@ -147,7 +235,13 @@ impl Cache {
     }
 
     /// What `read_kv` gives for a label's tokens in a layer.
-    pub fn read(&self, step: &Step, plan: TypedRef<'_>, layer: u32, tokens: usize) -> [Vec<f32>; 2] {
+    pub fn read(
+        &self,
+        step: &Step,
+        plan: TypedRef<'_>,
+        layer: u32,
+        tokens: usize,
+    ) -> [Vec<f32>; 2] {
         let mut out = [vec![0.0; tokens * ROW], vec![0.0; tokens * ROW]];
         let [k, v] = &mut out;
         let shape = [tokens, HEADS, DIM];

@@ -1,0 +1,313 @@
+//! What a step needs, counted and then taken.
+
+use resource_api::{
+    AdmitOutcome, FailureReason, Fork, KvStepOptions, ResourceError, Result, Segment, Segments,
+};
+
+use crate::board::Board;
+use crate::state::{Shared, State};
+use crate::step::{Copy, Entry, StepRecord, Target, is_real};
+use crate::stream::{StreamId, droppable};
+
+/// What the first pass over a step finds: how many pages it takes, and the stream at which the free
+/// ones ran out.
+#[derive(Default)]
+struct Need {
+    pages: u64,
+    short_at: Option<StreamId>,
+}
+
+impl Need {
+    fn add(&mut self, pages: u32, ready: u32, id: StreamId) {
+        self.pages += u64::from(pages);
+        if self.pages > u64::from(ready) {
+            self.short_at.get_or_insert(id);
+        }
+    }
+}
+
+/// A pass over the step, or why it ends.
+pub(crate) type Pass = Result<(), Refusal>;
+
+/// Why a step is not admitted.
+pub(crate) enum Refusal {
+    Outcome(AdmitOutcome),
+    Error(ResourceError),
+}
+
+impl From<ResourceError> for Refusal {
+    fn from(error: ResourceError) -> Self {
+        Refusal::Error(error)
+    }
+}
+
+impl State {
+    /// Fills the record, then takes its pages. Until the pages are known to suffice, only empty
+    /// streams are opened.
+    pub(crate) fn reserve(
+        &mut self,
+        shared: &Shared,
+        segments: Segments<'_>,
+        options: Option<&KvStepOptions>,
+        record: &mut StepRecord,
+    ) -> Pass {
+        self.admissions += 1;
+        let ready = self.pool.ready();
+        let mut need = Need::default();
+        let (pre, post): (&[Fork], &[Fork]) =
+            options.map_or((&[], &[]), |o| (&o.pre_forks, &o.post_forks));
+        for fork in pre.iter().filter(|f| is_real(f)) {
+            self.add_copy(shared, fork, false, record, &mut need)?;
+        }
+        record.entries.reserve(segments.len());
+        for segment in segments.iter() {
+            self.add_entry(shared, segment, record, &mut need)?;
+        }
+        for fork in post.iter().filter(|f| is_real(f)) {
+            self.add_copy(shared, fork, true, record, &mut need)?;
+        }
+        if let Some(options) = options {
+            self.add_retention(options, record)?;
+        }
+        if let Some(id) = need.short_at {
+            let waiting = u64::from(ready + self.pool.waiting());
+            if need.pages <= waiting {
+                let reason = FailureReason::ADMISSION_DEFERRED;
+                let outcome = AdmitOutcome::refused(reason, id.request, id.label);
+                let why = "the step's pages are free once the steps now running have completed";
+                return Err(Refusal::Outcome(outcome.with_message(why)));
+            }
+            let (request, label) = (id.request, id.label);
+            let outcome = AdmitOutcome::allocation_failed(request, label, need.pages, ready.into());
+            let message = format!("needs {} more pages, {ready} are free", need.pages);
+            return Err(Refusal::Outcome(outcome.with_message(message)));
+        }
+        self.take(shared, record);
+        Ok(())
+    }
+
+    fn add_entry(
+        &mut self,
+        shared: &Shared,
+        segment: Segment,
+        record: &mut StepRecord,
+        need: &mut Need,
+    ) -> Pass {
+        let Segment { request_id: request, label, span } = segment;
+        let id = StreamId { request, label };
+        let max = shared.facts.max_seq_len;
+        let mut entry = Entry { id, target: Target::Sink, start: 0, span };
+        if request.is_padding() {
+            if span > max {
+                let what = format!("a padding row of {span} tokens; `max_seq_len` is {max}");
+                return Err(ResourceError::invalid(what).into());
+            }
+            record.entries.push(entry);
+            return Ok(());
+        }
+        if self.requests.get(id).is_none() {
+            if span == 0 {
+                entry.target = Target::Nothing;
+                record.entries.push(entry);
+                return Ok(());
+            }
+            self.open(id, record)?;
+        }
+        let seen = self.admissions;
+        let stream = self.requests.get_mut(id).expect("open, or just opened");
+        if stream.seen == seen {
+            let what = format!("request {request} has two segments of label {}", label.0);
+            return Err(ResourceError::invalid(what).into());
+        }
+        stream.seen = seen;
+        if stream.rewriters > 0 {
+            return Err(deferred(id));
+        }
+        let copy = record.copy_into(id);
+        (entry.target, entry.start) = match copy {
+            Some(at) => (Target::Fork(at), record.copies[at].len),
+            None => (Target::Stream, stream.next_len()),
+        };
+        let held = stream.held();
+        let total = entry.start.saturating_add(span);
+        if span > 0 && total > max {
+            let what =
+                format!("{} and {span} more tokens are over `max_seq_len` = {max}", entry.start);
+            return Err(never(id, what));
+        }
+        let pages = shared.pages_for(total);
+        if span > 0 && pages > self.pool.usable() {
+            let usable = self.pool.usable();
+            let what = format!("{total} tokens need {pages} pages, the whole pool has {usable}");
+            return Err(never(id, what));
+        }
+        let ready = self.pool.ready();
+        match copy {
+            Some(at) => {
+                let copy = &mut record.copies[at];
+                need.add(pages.saturating_sub(copy.need), ready, id);
+                copy.need = copy.need.max(pages);
+            }
+            None => {
+                let fresh = pages.saturating_sub(held);
+                need.add(fresh, ready, id);
+                if fresh > 0 {
+                    record.taken.push((id, fresh));
+                }
+            }
+        }
+        record.entries.push(entry);
+        Ok(())
+    }
+
+    fn add_copy(
+        &mut self,
+        shared: &Shared,
+        fork: &Fork,
+        after: bool,
+        record: &mut StepRecord,
+        need: &mut Need,
+    ) -> Pass {
+        let mut copy = Copy {
+            fork: *fork,
+            after,
+            len: 0,
+            need: 0,
+            pages: Vec::new(),
+            table: 0,
+            done: false,
+            alive: true,
+        };
+        let (source, target) = (copy.source(), copy.target());
+        let twice = record.copies.iter().any(|c| c.after == after && c.target() == target);
+        if source == target || twice {
+            return Err(ResourceError::invalid(format!(
+                "request {}: label {} is the target of its own or of two copies",
+                fork.request_id, fork.to.0
+            ))
+            .into());
+        }
+        let busy = |id| self.requests.get(id).is_some_and(|s| s.in_flight > 0);
+        if busy(source) || busy(target) {
+            return Err(deferred(target));
+        }
+        if self.requests.get(target).is_none() {
+            self.open(target, record)?;
+        }
+        copy.len = self.len_at(record, source, after);
+        copy.need = shared.pages_for(copy.len);
+        if copy.need > self.pool.usable() {
+            return Err(never(target, "the copy is larger than the whole pool".into()));
+        }
+        need.add(copy.need, self.pool.ready(), target);
+        record.copies.push(copy);
+        Ok(())
+    }
+
+    /// Length of a stream where a copy is made: before the step, or after it.
+    fn len_at(&self, record: &StepRecord, id: StreamId, after: bool) -> u32 {
+        let copies = record.copies.iter().rev();
+        if let Some(copy) = copies.clone().find(|c| c.after && c.target() == id) {
+            return copy.len;
+        }
+        if let Some(entry) = record.entry_of(id).filter(|_| after) {
+            return entry.start + if record.commit { entry.span } else { 0 };
+        }
+        match record.copy_into(id) {
+            Some(at) => record.copies[at].len,
+            None => self.requests.get(id).map_or(0, |s| s.len),
+        }
+    }
+
+    fn add_retention(&mut self, options: &KvStepOptions, record: &mut StepRecord) -> Pass {
+        for retention in options.retention.iter() {
+            let id = StreamId { request: retention.request_id, label: retention.label };
+            let prefix = retention.protected_prefix;
+            let what = format!("retention of label {} of request {}", id.label.0, id.request);
+            if retention.context_budget == 0 {
+                let what = format!("{what}: `context_budget` is 0");
+                return Err(ResourceError::invalid(what).into());
+            }
+            let protected = self.requests.get(id).map_or(0, |s| s.protected);
+            if prefix > 0 && protected > 0 && prefix != protected {
+                let what = format!("{what}: protects {prefix} tokens, {protected} were protected");
+                return Err(ResourceError::invalid(what).into());
+            }
+            let len = self.len_at(record, id, true);
+            if record.commit && prefix > len && self.requests.get(id).is_some() {
+                let what = format!("{what}: protects {prefix} tokens of {len}");
+                return Err(ResourceError::invalid(what).into());
+            }
+            record.retention.push(*retention);
+        }
+        Ok(())
+    }
+
+    fn open(&mut self, id: StreamId, record: &mut StepRecord) -> Pass {
+        if !self.requests.is_live(id.request) {
+            return Err(never(id, format!("request {} was not ingested, or removed", id.request)));
+        }
+        Board::check(id)?;
+        let table = self.new_table();
+        self.requests.open(id, table);
+        record.opened.push(id);
+        Ok(())
+    }
+
+    /// The second pass: everything fits.
+    fn take(&mut self, shared: &Shared, record: &mut StepRecord) {
+        for at in 0..record.copies.len() {
+            let table = self.new_table();
+            let copy = &mut record.copies[at];
+            copy.table = table;
+            let taken = self.pool.take(copy.need, &mut copy.pages);
+            assert!(taken, "the first pass counted the pages");
+            let (source, target) = (copy.source(), copy.target());
+            self.mark(source, false, record);
+            self.mark(target, true, record);
+        }
+        for &(id, fresh) in &record.taken {
+            let stream = self.requests.get_mut(id).expect("found by the first pass");
+            let taken = self.pool.take(fresh, &mut stream.pages);
+            assert!(taken, "the first pass counted the pages");
+            self.publish(shared, id);
+        }
+        for at in 0..record.entries.len() {
+            let entry = record.entries[at];
+            let pending = record.pending(&entry);
+            if let (Target::Stream, Some(stream)) = (entry.target, self.requests.get_mut(entry.id))
+            {
+                stream.pending += pending;
+                self.mark(entry.id, false, record);
+            }
+        }
+        for at in 0..record.retention.len() {
+            let r = record.retention[at];
+            let id = StreamId { request: r.request_id, label: r.label };
+            let Some(stream) = self.requests.get(id).filter(|_| record.commit) else { continue };
+            let protected = r.protected_prefix.max(stream.protected);
+            let len = self.len_at(record, id, true);
+            if droppable(len, protected, r.context_budget, shared.facts.page_size) > 0 {
+                self.mark(id, true, record);
+            }
+        }
+    }
+
+    fn mark(&mut self, id: StreamId, rewrites: bool, record: &mut StepRecord) {
+        if let Some(stream) = self.requests.get_mut(id) {
+            stream.in_flight += 1;
+            stream.rewriters += u32::from(rewrites);
+            record.marked.push((id, rewrites));
+        }
+    }
+}
+
+fn deferred(id: StreamId) -> Refusal {
+    let reason = FailureReason::ADMISSION_DEFERRED;
+    let why = "a step in flight uses a stream that is to be copied, or rewrites one of this step's";
+    Refusal::Outcome(AdmitOutcome::refused(reason, id.request, id.label).with_message(why))
+}
+
+fn never(id: StreamId, why: String) -> Refusal {
+    Refusal::Outcome(AdmitOutcome::runtime_error(id.request, id.label, why))
+}

@@ -1,0 +1,73 @@
+//! Steps of a running batch allocate nothing.
+
+mod common;
+
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::cell::Cell;
+
+use common::*;
+use resource_api::{RequestOverrides, Resource, TensorView};
+
+thread_local! {
+    static ALLOCATIONS: Cell<u64> = const { Cell::new(0) };
+}
+
+struct Counting;
+
+// SAFETY: hands everything on to the system's allocator.
+unsafe impl GlobalAlloc for Counting {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        let _ = ALLOCATIONS.try_with(|n| n.set(n.get() + 1));
+        // SAFETY: the caller's promises are those of the system's allocator.
+        unsafe { System.alloc(layout) }
+    }
+    unsafe fn dealloc(&self, memory: *mut u8, layout: Layout) {
+        // SAFETY: as above.
+        unsafe { System.dealloc(memory, layout) }
+    }
+}
+
+#[global_allocator]
+static COUNTING: Counting = Counting;
+
+#[test]
+fn steps_allocate_nothing_once_a_batch_is_running() {
+    let cache = cache(4, 400, 200);
+    for slot in 0..8 {
+        let overrides = RequestOverrides::new("", &[1; 10], 180);
+        cache.resource.ingest_request(rid(slot), &overrides).unwrap();
+    }
+    let prompt: Vec<(u32, u32, u32)> = (0..8).map(|slot| (slot, 0, 10)).collect();
+    let decode: Vec<(u32, u32, u32)> = (0..8).map(|slot| (slot, 0, 1)).collect();
+    let data = vec![0.5f32; 80 * ROW];
+    let (wide, narrow) = ([80, HEADS, DIM], [8, HEADS, DIM]);
+    let (mut warming_up, mut after_warm_up) = (0, 0);
+    for id in 0..150u64 {
+        let (rows, shape) = if id == 0 { (&prompt, &wide) } else { (&decode, &narrow) };
+        // Built outside of what is counted: the host's part.
+        let mut step = Step { slot: (id % 2) as u32, ..Step::new(id, rows) };
+        let rows = TensorView::from_slice(&data[..shape.iter().product()], shape);
+        let before = ALLOCATIONS.get();
+        // Every other step is planned ahead first.
+        step.preplan = id % 2 == 1;
+        if step.preplan {
+            assert!(cache.admit(&step).is_ready());
+            cache.plan(&step).unwrap();
+            step.preplan = false;
+        }
+        assert!(cache.admit(&step).is_ready());
+        let plan = cache.plan(&step).unwrap();
+        for layer in 0..LAYERS {
+            step.call(&[plan], |_, c| {
+                resource_api::KvCache::write_kv(&cache.kv, c, layer, MAIN, &rows, &rows)
+            })
+            .unwrap();
+        }
+        cache.commit(&step).unwrap();
+        let counted = if id < 4 { &mut warming_up } else { &mut after_warm_up };
+        *counted += ALLOCATIONS.get() - before;
+    }
+    assert_eq!(cache.len(0, 0), 159);
+    assert!(warming_up > 0, "allocations are counted");
+    assert_eq!(after_warm_up, 0);
+}
