@@ -63,7 +63,8 @@ pub struct KvPlan {
     pub start: PlanVec<u32>,
     /// Tokens this step adds to the stream.
     pub span: PlanVec<u32>,
-    /// Stream length that kernels see: `start + span`.
+    /// Stream length that kernels see: `start + span`, and at least 1 for a padding row, which reads
+    /// the sink.
     pub len: PlanVec<u32>,
     /// First token of the row in its group's packed tensors.
     pub token_start: PlanVec<u32>,
@@ -204,8 +205,10 @@ unsafe impl<'a> crate::abi::cross::Cross for KvLayer<'a> {
     }
 }
 
-/// The cache as models and other resources call it. None of these calls takes the lock of the step
-/// methods; those with a `ctx` belong to that step's forward.
+/// The cache as models and other resources call it. Calls with a `ctx` belong to that step's forward;
+/// they and the questions about streams and pages take no lock of the step methods. What changes a
+/// stream outside of a step (`protect_prefix`, `release_oldest`, `correct_len`) may take it: it belongs
+/// between steps, and is refused while a step with that stream is in flight.
 #[capability(id = "kv.cache", major = 1, path = crate)]
 pub trait KvCache: Send + Sync {
     /// Writes this step's keys and values, `[tokens of the label's group, kv heads, head dim]` f32
