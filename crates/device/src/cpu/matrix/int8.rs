@@ -47,7 +47,7 @@ impl<F: QuantizedFormat> Kernel for Task<'_, F> {
                     row += match end - row {
                         8.. if S::REGISTERS >= 32 => self.tile::<S, 8>(s, panel, row),
                         4.. => self.tile::<S, 4>(s, panel, row),
-                        2.. => self.tile::<S, 2>(s, panel, row),
+                        2.. if S::REGISTERS >= 32 => self.tile::<S, 2>(s, panel, row),
                         _ => self.tile::<S, 1>(s, panel, row),
                     };
                 }

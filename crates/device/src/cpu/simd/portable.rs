@@ -42,22 +42,22 @@ impl Simd for Portable {
         *to = x;
     }
 
-    #[inline(always)]
+    #[inline]
     fn load_f16(self, x: &[u16; LANES]) -> Self::F {
         lanes!(|x| f16::from_bits(x).to_f32())
     }
 
-    #[inline(always)]
+    #[inline]
     fn store_f16(self, x: Self::F, to: &mut [u16; LANES]) {
         *to = lanes!(|x| f16::from_f32(x).to_bits());
     }
 
-    #[inline(always)]
+    #[inline]
     fn load_bf16(self, x: &[u16; LANES]) -> Self::F {
         lanes!(|x| bf16::from_bits(x).to_f32())
     }
 
-    #[inline(always)]
+    #[inline]
     fn store_bf16(self, x: Self::F, to: &mut [u16; LANES]) {
         *to = lanes!(|x| bf16::from_f32(x).to_bits());
     }
@@ -113,7 +113,7 @@ impl Simd for Portable {
         [x; LANES]
     }
 
-    #[inline(always)]
+    #[inline]
     fn load_bytes(self, x: &[u8; 64]) -> Self::I {
         let words = x.as_chunks().0;
         lanes!(|words| i32::from_le_bytes(words))
@@ -129,7 +129,7 @@ impl Simd for Portable {
         lanes!(|x| i32::from(x as i8))
     }
 
-    #[inline(always)]
+    #[inline]
     fn store_low_bytes(self, x: Self::I, to: &mut [i8; LANES]) {
         *to = lanes!(|x| x as i8);
     }
@@ -149,7 +149,7 @@ impl Simd for Portable {
         lanes!(|x| x as f32)
     }
 
-    #[inline(always)]
+    #[inline]
     fn round(self, x: Self::F) -> Self::I {
         // Adding 1.5 * 2^23 leaves no bits for a fraction, so the sum itself is rounded to even.
         const SHIFT: f32 = 12_582_912.0;
@@ -209,7 +209,7 @@ impl Simd for Portable {
         sum
     }
 
-    #[inline(always)]
+    #[inline]
     fn dot(self, acc: Self::I, w: Self::I, x: Self::I) -> Self::I {
         lanes!(|acc, w, x| {
             let (w, x) = (w.to_le_bytes(), x.to_le_bytes());
@@ -221,7 +221,7 @@ impl Simd for Portable {
         })
     }
 
-    #[inline(always)]
+    #[inline]
     fn dot_biased(self, acc: Self::I, w: Self::I, x: Self::I) -> Self::I {
         lanes!(|acc, w, x| {
             let (w, x) = (w.to_le_bytes(), x.to_le_bytes());
