@@ -65,6 +65,13 @@ impl Stream {
         }
     }
 
+    /// Forgets what `step` was going to add.
+    fn forget(&self, step: StepId) {
+        if self.pending_step.load(Acquire) == step.0 {
+            self.pending.store(0, Release);
+        }
+    }
+
     fn set(&self, next: u32) {
         self.next.store(next, Release);
         self.open.store(true, Release);
@@ -79,27 +86,17 @@ impl Default for Counters {
 }
 
 impl Counters {
-    fn request(&self, rid: RequestId) -> Option<&Request> {
+    /// The request, if it is known.
+    pub fn live(&self, rid: RequestId) -> Option<Live<'_>> {
         let chunk = self.chunks.get(rid.index() / CHUNK)?.get()?;
         let request = &chunk[rid.index() % CHUNK];
-        let live = rid.generation != 0 && request.generation.load(Acquire) == rid.generation;
-        live.then_some(request)
-    }
-
-    /// Whether the request is known.
-    pub fn is_live(&self, rid: RequestId) -> bool {
-        self.request(rid).is_some()
-    }
-
-    /// A stream that exists, or that an admitted step is about to open.
-    pub fn find(&self, rid: RequestId, label: LabelId) -> Option<&Stream> {
-        let wanted = key(rid, label);
-        self.request(rid)?.streams.iter().find(|s| s.key.load(Acquire) == wanted)
+        let is_live = rid.generation != 0 && request.generation.load(Acquire) == rid.generation;
+        is_live.then_some(Live { rid, request })
     }
 
     /// The next position of a stream; 0 for one that nobody opened.
     pub fn position(&self, rid: RequestId, label: LabelId) -> u32 {
-        self.find(rid, label).map_or(0, Stream::next)
+        self.live(rid).and_then(|live| live.find(label)).map_or(0, Stream::next)
     }
 
     /// Number of live requests.
@@ -110,7 +107,7 @@ impl Counters {
 
     /// (label, next position) of a request's open streams.
     pub fn streams(&self, rid: RequestId) -> impl Iterator<Item = (LabelId, u32)> {
-        let streams = self.request(rid).into_iter().flat_map(|r| r.streams.iter());
+        let streams = self.live(rid).into_iter().flat_map(|live| live.request.streams.iter());
         streams.filter_map(move |s| {
             let key = s.key.load(Acquire);
             let own = (key >> 32) as u32 == rid.generation && s.open.load(Acquire);
@@ -127,6 +124,47 @@ impl Counters {
 impl Streams {
     fn iter(&self) -> impl Iterator<Item = &Stream> {
         std::iter::successors(Some(self), |s| s.next.get().map(|b| &**b)).flat_map(|s| &s.here)
+    }
+}
+
+/// A live request.
+#[derive(Clone, Copy)]
+pub struct Live<'a> {
+    rid: RequestId,
+    request: &'a Request,
+}
+
+impl<'a> Live<'a> {
+    /// A stream that exists, or that an admitted step is about to open.
+    #[inline]
+    pub fn find(self, label: LabelId) -> Option<&'a Stream> {
+        let wanted = key(self.rid, label);
+        // Most requests have one stream.
+        let first = &self.request.streams.here[0];
+        if first.key.load(Acquire) == wanted {
+            return Some(first);
+        }
+        self.request.streams.iter().find(|s| s.key.load(Acquire) == wanted)
+    }
+
+    /// The stream, taking a free place for it if there is none.
+    fn find_or_take(self, label: LabelId) -> &'a Stream {
+        if let Some(stream) = self.find(label) {
+            return stream;
+        }
+        let is_free = |s: &&Stream| (s.key.load(Acquire) >> 32) as u32 != self.rid.generation;
+        let mut link = &self.request.streams;
+        let stream = loop {
+            match link.here.iter().find(is_free) {
+                Some(free) => break free,
+                None => link = link.next.get_or_init(Box::default),
+            }
+        };
+        stream.open.store(false, Release);
+        stream.next.store(0, Release);
+        stream.pending.store(0, Release);
+        stream.key.store(key(self.rid, label), Release);
+        stream
     }
 }
 
@@ -162,97 +200,73 @@ impl Edit<'_> {
 
     /// Forgets a request.
     pub fn remove(&self, rid: RequestId) {
-        if let Some(request) = self.counters.request(rid) {
-            request.generation.store(0, Release);
-            // A later generation cannot meet these keys again, but a test of equality is not a
-            // reason to keep them.
-            request.streams.iter().for_each(|s| s.key.store(0, Release));
+        if let Some(live) = self.counters.live(rid) {
+            live.request.generation.store(0, Release);
+            live.request.streams.iter().for_each(|s| s.key.store(0, Release));
         }
     }
 
     /// Makes all streams of a request empty.
     pub fn reset(&self, rid: RequestId) {
-        if let Some(request) = self.counters.request(rid) {
-            request.streams.iter().for_each(|s| s.key.store(0, Release));
+        if let Some(live) = self.counters.live(rid) {
+            live.request.streams.iter().for_each(|s| s.key.store(0, Release));
             self.set(rid, LabelId::MAIN, 0);
         }
     }
 
     /// Sets a stream's next position, opening it.
     pub fn set(&self, rid: RequestId, label: LabelId, next: u32) {
-        if let Some(stream) = self.stream(rid, label) {
-            stream.set(next);
+        if let Some(live) = self.counters.live(rid) {
+            live.find_or_take(label).set(next);
         }
     }
 
-    /// Notes what `step` will add to a stream.
-    pub fn admit(&self, rid: RequestId, label: LabelId, step: StepId, advance: u32) {
+    /// Notes what `step` will add to a stream; `found` is what [`Live::find`] says.
+    pub fn admit(
+        &self,
+        live: Live<'_>,
+        found: Option<&Stream>,
+        label: LabelId,
+        step: StepId,
+        advance: u32,
+    ) {
         // A step that adds nothing to a stream that nobody opened leaves no trace of it.
-        let found = self.counters.find(rid, label);
         if advance == 0 && found.is_none() {
             return;
         }
-        if let Some(stream) = found.or_else(|| self.stream(rid, label)) {
-            stream.pending_step.store(step.0, Release);
-            stream.pending.store(advance, Release);
-        }
+        let stream = found.unwrap_or_else(|| live.find_or_take(label));
+        stream.pending_step.store(step.0, Release);
+        stream.pending.store(advance, Release);
     }
 
     /// Takes back what [`Edit::admit`] noted for `step`.
     pub fn roll_back(&self, rid: RequestId, label: LabelId, step: StepId) {
-        let Some(stream) = self.counters.find(rid, label) else { return };
-        if stream.pending_step.load(Acquire) == step.0 {
-            stream.pending.store(0, Release);
-            if !stream.open.load(Acquire) {
-                stream.key.store(0, Release);
-            }
+        let Some(stream) = self.counters.live(rid).and_then(|live| live.find(label)) else {
+            return;
+        };
+        stream.forget(step);
+        if stream.pending.load(Acquire) == 0 && !stream.open.load(Acquire) {
+            stream.key.store(0, Release);
         }
     }
 
     /// Adds what `step` has added.
     pub fn commit(&self, rid: RequestId, label: LabelId, step: StepId, advance: u32) {
-        self.roll_back(rid, label, step);
-        if advance > 0
-            && let Some(stream) = self.stream(rid, label)
-        {
-            stream.set(stream.next().saturating_add(advance));
+        let Some(live) = self.counters.live(rid) else { return };
+        if advance == 0 {
+            return self.roll_back(rid, label, step);
         }
+        let stream = live.find_or_take(label);
+        stream.forget(step);
+        stream.set(stream.next().saturating_add(advance));
     }
 
     /// Copies a counter to another stream. A source that nobody opened leaves the target alone, as
     /// a cache does.
     pub fn fork(&self, rid: RequestId, from: LabelId, to: LabelId) {
-        let source = self.counters.find(rid, from).filter(|s| s.open.load(Acquire));
-        if let Some(next) = source.map(Stream::next) {
+        let source = self.counters.live(rid).and_then(|live| live.find(from));
+        if let Some(next) = source.filter(|s| s.open.load(Acquire)).map(Stream::next) {
             self.set(rid, to, next);
         }
-    }
-
-    /// The stream, taking a free place for it if there is none.
-    fn stream(&self, rid: RequestId, label: LabelId) -> Option<&Stream> {
-        let wanted = key(rid, label);
-        let mut link = &self.counters.request(rid)?.streams;
-        let mut free = None;
-        loop {
-            for stream in &link.here {
-                let key = stream.key.load(Acquire);
-                if key == wanted {
-                    return Some(stream);
-                }
-                if free.is_none() && (key >> 32) as u32 != rid.generation {
-                    free = Some(stream);
-                }
-            }
-            match link.next.get() {
-                Some(next) => link = next,
-                None => break,
-            }
-        }
-        let stream = free.unwrap_or_else(|| &link.next.get_or_init(Box::default).here[0]);
-        stream.open.store(false, Release);
-        stream.next.store(0, Release);
-        stream.pending.store(0, Release);
-        stream.key.store(wanted, Release);
-        Some(stream)
     }
 }

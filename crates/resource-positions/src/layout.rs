@@ -1,11 +1,11 @@
 //! Giving every token of a step its position.
 
 use resource_api::{
-    KvGroup, KvPlan, LabelId, PositionGroup, PositionStepOptions, PositionsPlan, RequestId,
-    ResourceError, ResourceStep, Result, Segment, StepContext,
+    KvGroup, KvPlan, LabelId, PositionGroup, PositionStepOptions, PositionsPlan, ResourceError,
+    ResourceStep, Result, Segment, StepContext,
 };
 
-use crate::counters::Counters;
+use crate::counters::{Counters, Stream};
 use crate::spec::Scheme;
 
 /// How a resource counts.
@@ -92,11 +92,8 @@ pub fn parts<'s>(
 
 /// The position of the first token of a segment. A staged step starts after what the step before it
 /// is still going to add.
-fn start(counters: &Counters, ctx: &StepContext<'_>, rid: RequestId, label: LabelId) -> u32 {
-    if rid.is_padding() {
-        return 0;
-    }
-    let Some(stream) = counters.find(rid, label) else { return 0 };
+fn start(stream: Option<&Stream>, ctx: &StepContext<'_>) -> u32 {
+    let Some(stream) = stream else { return 0 };
     match ctx.is_preplan() {
         true => stream.next().saturating_add(stream.pending_besides(ctx.step())),
         false => stream.next(),
@@ -106,15 +103,14 @@ fn start(counters: &Counters, ctx: &StepContext<'_>, rid: RequestId, label: Labe
 /// The largest position of a segment; `None` when it adds no token.
 pub fn last_position(
     rules: Rules,
-    counters: &Counters,
+    stream: Option<&Stream>,
     ctx: &StepContext<'_>,
     part: &Part<'_>,
 ) -> Option<u32> {
-    let Segment { request_id, label, span } = part.segment;
     match part.ids {
         Some(ids) => ids.iter().copied().max(),
-        None if span == 0 => None,
-        None => Some(rules.last(start(counters, ctx, request_id, label), span)),
+        None if part.segment.span == 0 => None,
+        None => Some(rules.last(start(stream, ctx), part.segment.span)),
     }
 }
 
@@ -191,7 +187,10 @@ impl Rows<'_> {
             };
             match part.ids {
                 Some(explicit) => ids.copy_from_slice(explicit),
-                None => rules.write(ids, start(counters, ctx, request_id, label)),
+                None => {
+                    let stream = counters.live(request_id).and_then(|live| live.find(label));
+                    rules.write(ids, start(stream, ctx));
+                }
             }
             self.ids = rest;
             self.row += 1;

@@ -193,16 +193,18 @@ impl Resource for Positions {
         let edit = (!ctx.is_preplan()).then(|| self.counters.edit());
         for part in parts(self.rules, step, options)? {
             let (rid, label) = (part.segment.request_id, part.segment.label);
-            if !rid.is_padding() && !self.counters.is_live(rid) {
+            let live = self.counters.live(rid);
+            if live.is_none() && !rid.is_padding() {
                 return Ok(self.refuse(rid, label, "is not known here".into()));
             }
-            let last = last_position(self.rules, &self.counters, ctx, &part);
+            let stream = live.and_then(|live| live.find(label));
+            let last = last_position(self.rules, stream, ctx, &part);
             if let Some(last) = last.filter(|&last| last >= self.rules.limit) {
                 let why = format!("reaches position {last}; the limit is {}", self.rules.limit);
                 return Ok(self.refuse(rid, label, why));
             }
-            if let Some(edit) = &edit {
-                edit.admit(rid, label, ctx.step(), part.advance);
+            if let (Some(edit), Some(live)) = (&edit, live) {
+                edit.admit(live, stream, label, ctx.step(), part.advance);
             }
         }
         Ok(AdmitOutcome::OK)

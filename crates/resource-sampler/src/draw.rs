@@ -27,6 +27,7 @@ pub struct Scratch {
     weights: Weights,
     candidates: Vec<Candidate>,
     values: Vec<f32>,
+    keys: Vec<u64>,
 }
 
 const BAD: Sampled = Sampled { token: 0, status: Sampled::BAD_LOGITS, logprob: 0.0 };
@@ -74,7 +75,7 @@ fn choose(row: &[f32], draw: &Draw<'_>, scratch: &mut Scratch) -> Option<u32> {
         return Some(best.token);
     }
     let share = uniform(seed, choice, draw.position);
-    let Scratch { weights, candidates, values, .. } = scratch;
+    let Scratch { weights, candidates, values, keys, .. } = scratch;
     if top_k == 0 && top_p == 1.0 && min_p == 0.0 {
         weights.compute(row, best.logit, temperature);
         return weights.token_at(row, share);
@@ -82,6 +83,7 @@ fn choose(row: &[f32], draw: &Draw<'_>, scratch: &mut Scratch) -> Option<u32> {
 
     let wanted = if top_k > 0 {
         best_k(row, top_k as usize, candidates);
+        candidates.sort_unstable_by_key(|c| c.token);
         weigh(candidates, best.logit, temperature, values);
         f64::from(top_p) * mass(candidates)
     } else if top_p < 1.0 {
@@ -97,10 +99,9 @@ fn choose(row: &[f32], draw: &Draw<'_>, scratch: &mut Scratch) -> Option<u32> {
         0.0
     };
     if top_p < 1.0 {
-        keep_mass(candidates, wanted);
+        keep_mass(candidates, wanted, keys);
     }
     candidates.retain(|c| c.weight > 0.0 && c.weight >= min_p);
-    candidates.sort_unstable_by_key(|c| c.token);
     let target = share * mass(candidates);
     let mut running = 0.0;
     let passed = candidates.iter().find(|c| {

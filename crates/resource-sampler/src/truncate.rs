@@ -86,27 +86,53 @@ pub fn mass(kept: &[Candidate]) -> f64 {
     kept.iter().map(|c| f64::from(c.weight)).sum()
 }
 
-/// Keeps the fewest of the best candidates whose weights together reach `wanted`, at least one.
-pub fn keep_mass(kept: &mut Vec<Candidate>, wanted: f64) {
+/// Keeps the fewest of the best candidates whose weights together reach `wanted`, at least one. The
+/// candidates come and stay in the order of their ids.
+pub fn keep_mass(kept: &mut Vec<Candidate>, wanted: f64, keys: &mut Vec<u64>) {
+    keys.clear();
+    keys.extend(kept.iter().map(key));
+    let best_first = |a: &u64, b: &u64| b.cmp(a);
     // Everything before `low` stays and weighs `held`; everything from `high` on goes.
-    let (mut low, mut high, mut held) = (0, kept.len(), 0.0);
+    let (mut low, mut high, mut held) = (0, keys.len(), 0.0);
     while high - low > 32 {
         let half = (high - low) / 2;
-        kept[low..high].select_nth_unstable_by(half, by_rank);
-        let upper = held + mass(&kept[low..low + half]);
+        keys[low..high].select_nth_unstable_by(half, best_first);
+        let upper = held + keys[low..low + half].iter().map(weight).sum::<f64>();
         if upper >= wanted {
             high = low + half;
         } else {
             (low, held) = (low + half, upper);
         }
     }
-    kept[low..high].sort_unstable_by(by_rank);
+    keys[low..high].sort_unstable_by(best_first);
     while low < high {
-        held += f64::from(kept[low].weight);
+        held += weight(&keys[low]);
         low += 1;
         if held >= wanted {
             break;
         }
     }
-    kept.truncate(low);
+    let Some(&last) = low.checked_sub(1).and_then(|last| keys.get(last)) else { return };
+    let mut ties = keys[..low].iter().filter(|&&key| key == last).count();
+    kept.retain(|candidate| match key(candidate).cmp(&last) {
+        Ordering::Greater => true,
+        Ordering::Equal if ties > 0 => {
+            ties -= 1;
+            true
+        }
+        _ => false,
+    });
+}
+
+/// A number in the order of the logits, with the weight in its low half: cheaper to move and to
+/// compare than a candidate.
+fn key(candidate: &Candidate) -> u64 {
+    // Adding 0 makes -0 equal to it.
+    let bits = (candidate.logit + 0.0).to_bits();
+    let ordered = if bits >> 31 == 1 { !bits } else { bits | 1 << 31 };
+    u64::from(ordered) << 32 | u64::from(candidate.weight.to_bits())
+}
+
+fn weight(key: &u64) -> f64 {
+    f64::from(f32::from_bits(*key as u32))
 }
