@@ -1,7 +1,8 @@
 //! The kinds that can be built, each from the plugin that was loaded for it.
 
 use std::collections::BTreeMap;
-use std::path::{Path, PathBuf};
+use std::fs::File;
+use std::path::PathBuf;
 use std::sync::Mutex;
 
 use resource_api::abi::library::{PluginLibrary, load_trusted};
@@ -10,7 +11,7 @@ use resource_api::{
 };
 
 use crate::discovery::{Discovered, Discovery, State};
-use crate::elf::Sha256Digest;
+use crate::elf::CheckedFile;
 use crate::error::{Error, ErrorKind, Result};
 use crate::suggest;
 
@@ -51,9 +52,17 @@ pub struct Listed {
     library: Option<PluginLibrary>,
 }
 
-/// Files that are loaded already. The same content is loaded once: the dynamic linker would give
-/// back the same image, whose statics are shared anyway.
-static LOADED: Mutex<BTreeMap<[u8; 32], Vec<KindHandle>>> = Mutex::new(BTreeMap::new());
+/// What has been loaded in this process.
+struct Images {
+    /// Kinds by the file's digest. The same content is loaded once: the dynamic linker would give
+    /// back the same image, whose statics are shared anyway.
+    kinds: BTreeMap<[u8; 32], Vec<KindHandle>>,
+    /// Kept open for good. The linker tells images apart by the name they were opened by, here
+    /// `/proc/self/fd/N`: a number used again would answer with the earlier image.
+    files: Vec<File>,
+}
+
+static IMAGES: Mutex<Images> = Mutex::new(Images { kinds: BTreeMap::new(), files: Vec::new() });
 
 impl Registry {
     /// Loads what the config needs, or everything usable when `wanted` is `None`. A plugin that is
@@ -183,8 +192,8 @@ pub fn inspect(found: &Discovered) -> Listed {
 /// Checks, loads and compares with the manifest.
 fn open(found: &Discovered) -> Result<PluginLibrary, String> {
     let checked = found.check_library().map_err(|e| e.to_string())?;
-    let library = load_once(&checked.load_path(), checked.sha256)
-        .map_err(|e| format!("{}: {e}", checked.path.display()))?;
+    let path = checked.path.clone();
+    let library = load_once(checked).map_err(|e| format!("{}: {e}", path.display()))?;
     let Some(manifest) = &found.manifest else { return Ok(library) };
     let mut kinds: Vec<String> = library.kinds.iter().map(Kind::kind).collect();
     let mut provides: Vec<String> = library.kinds.iter().flat_map(Kind::provides).collect();
@@ -212,12 +221,15 @@ fn open(found: &Discovered) -> Result<PluginLibrary, String> {
     Ok(library)
 }
 
-fn load_once(path: &Path, digest: Sha256Digest) -> resource_api::Result<PluginLibrary> {
-    let mut loaded = LOADED.lock().unwrap_or_else(|e| e.into_inner());
-    if let Some(kinds) = loaded.get(&digest.0) {
+fn load_once(checked: CheckedFile) -> resource_api::Result<PluginLibrary> {
+    let mut images = IMAGES.lock().unwrap_or_else(|e| e.into_inner());
+    if let Some(kinds) = images.kinds.get(&checked.sha256.0) {
         return Ok(PluginLibrary { kinds: kinds.clone(), ..PluginLibrary::default() });
     }
-    let library = load_trusted(path)?;
-    loaded.insert(digest.0, library.kinds.clone());
+    let (path, digest) = (checked.load_path(), checked.sha256.0);
+    // Before the outcome is known: a library that is refused once it is mapped stays mapped.
+    images.files.push(checked.file);
+    let library = load_trusted(&path)?;
+    images.kinds.insert(digest, library.kinds.clone());
     Ok(library)
 }
