@@ -8,7 +8,7 @@ use std::ops::Range;
 /// Marks a row that reads no stream, and a block that is not split.
 pub(crate) const NONE: u32 = u32::MAX;
 
-/// The layout of a step's attention. Columns are parallel within a kind of entry.
+/// The layout of a step's attention.
 #[repr(C)]
 #[derive(Debug, Default, StableAbi)]
 pub struct AttentionPlan {

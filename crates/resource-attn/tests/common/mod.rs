@@ -2,7 +2,7 @@
 
 #![allow(dead_code)] // each test binary uses its part
 
-use device::{PoolType, SharedPool};
+use device::{Parallel, Pool, PoolType, SharedPool};
 use half::{bf16, f16};
 use resource_api::host::{Job, ParallelBody, PlainHost};
 use resource_api::*;
@@ -352,14 +352,25 @@ impl KvCache for FakeCache {
     }
 }
 
-/// A host with several threads, each started for one call: tasks meet in any order.
+/// A host with several threads.
 struct ThreadedHost {
     threads: u32,
+    /// Without one, each call starts its threads: tasks meet in any order.
+    pool: Option<Pool>,
     plain: PlainHost,
 }
 
 pub fn host(threads: u32) -> HostServicesHandle {
-    let host = ThreadedHost { threads, plain: PlainHost::default() };
+    host_with(threads, None)
+}
+
+/// A host that keeps its threads, as an engine does.
+pub fn pool_host(threads: u32) -> HostServicesHandle {
+    host_with(threads, Some(Pool::new(threads as usize)))
+}
+
+fn host_with(threads: u32, pool: Option<Pool>) -> HostServicesHandle {
+    let host = ThreadedHost { threads, pool, plain: PlainHost::default() };
     assert_eq!((host.label_id("main"), host.label_id("context")), (LabelId::MAIN, CONTEXT));
     HostServicesHandle::new(Arc::new(host))
 }
@@ -369,6 +380,9 @@ impl HostServices for ThreadedHost {
         self.threads
     }
     fn parallel_for(&self, tasks: u32, body: ParallelBody) {
+        if let Some(pool) = &self.pool {
+            return pool.run(tasks as usize, &|task| body.call(task as u32));
+        }
         std::thread::scope(|s| {
             for task in 1..tasks {
                 s.spawn(move || body.call(task));
