@@ -5,9 +5,11 @@ use std::fs::File;
 use std::path::PathBuf;
 use std::sync::Mutex;
 
+use resource_api::abi::fault::FaultCell;
 use resource_api::abi::library::{PluginLibrary, load_trusted};
+use resource_api::abi::object::open as open_object;
 use resource_api::{
-    BuiltResource, EngineResourceInfo, Kind, KindHandle, NodeResourceSpec, ResourceError,
+    BuiltResource, EngineResourceInfo, Interface, Kind, KindHandle, NodeResourceSpec, ResourceError,
 };
 
 use crate::discovery::{Discovered, Discovery, State};
@@ -22,6 +24,16 @@ pub struct Registered {
     pub kind: KindHandle,
     /// Name of the plugin; `(linked in)` for a static kind.
     pub plugin: String,
+}
+
+impl Registered {
+    /// The kind with a fault mark of its own: it keeps no state between calls, so a panic over one
+    /// spec must not put it out of use for the others, or for another engine of the process.
+    fn unmarked(&self) -> resource_api::Result<KindHandle> {
+        let mut object = self.kind.clone().into_object();
+        object.share_fault(FaultCell::shared(&self.plugin));
+        open_object(object)
+    }
 }
 
 /// Kinds by name.
@@ -136,7 +148,8 @@ impl Registry {
         info: EngineResourceInfo,
     ) -> Result<BuiltResource> {
         let registered = self.kind(&spec.kind)?;
-        registered.kind.build(spec.clone(), info).map_err(|e| of_resource(spec, registered, e))
+        let built = registered.unmarked().and_then(|kind| kind.build(spec.clone(), info));
+        built.map_err(|e| of_resource(spec, registered, e))
     }
 
     /// Keys that a resource with this spec depends on, as its kind says.
@@ -145,7 +158,8 @@ impl Registry {
     /// An unknown kind or wrong settings; names the resource.
     pub fn depends_on(&self, spec: &NodeResourceSpec) -> Result<Vec<String>> {
         let registered = self.kind(&spec.kind)?;
-        registered.kind.depends_on(spec.clone()).map_err(|e| of_resource(spec, registered, e))
+        let keys = registered.unmarked().and_then(|kind| kind.depends_on(spec.clone()));
+        keys.map_err(|e| of_resource(spec, registered, e))
     }
 }
 

@@ -108,6 +108,14 @@ impl ResourceSet {
             set.entries.push(entry);
         }
         set.bind()?;
+        // What cannot fail answers a panic with a default: it must not pass for an answer.
+        if let Some(entry) = set.entries.iter().find(|e| e.is_faulted()) {
+            let message = format!(
+                "[resources.{}] (kind {}) panicked while it was loaded",
+                entry.key, entry.kind
+            );
+            return Err(Error::new(ErrorKind::Panicked, message));
+        }
         Ok(set)
     }
 
