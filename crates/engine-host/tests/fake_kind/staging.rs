@@ -96,17 +96,21 @@ fn what_cannot_be_planned_ahead_is_left_for_the_promotion() {
 
 #[test]
 fn a_refused_promotion_undoes_the_stage() {
-    let mut bench = Bench::new(&[("a", json!({})), ("z", json!({ "preplan": false }))]);
-    let rid = bench.ingest(0, &[]);
-    let before = bench.states();
-    let refuse = FailureReason::GRANT_DEFERRED.0;
-    let options = FakeStepOptions { refuse, ..Default::default() };
-    let staged = bench.stage(bench.step_with(&[(rid, 1)], "z", options));
-    let Started::Refused(outcome, _) = bench.runner.promote(staged).unwrap() else {
-        panic!("not refused")
-    };
-    assert_eq!(outcome.failed_resource.as_deref(), Some("z"));
-    assert_eq!((bench.states(), bench.runner.free_slots()), (before, 2));
+    // The one that refuses comes after the staged one, and before it: then the sweep of the
+    // promotion never reaches what was staged.
+    for (staged, refuser) in [("m", "z"), ("m", "a")] {
+        let mut bench = Bench::new(&[(staged, json!({})), (refuser, json!({ "preplan": false }))]);
+        let rid = bench.ingest(0, &[]);
+        let before = bench.states();
+        let refuse = FailureReason::GRANT_DEFERRED.0;
+        let options = FakeStepOptions { refuse, ..Default::default() };
+        let staged = bench.stage(bench.step_with(&[(rid, 1)], refuser, options));
+        let Started::Refused(outcome, _) = bench.runner.promote(staged).unwrap() else {
+            panic!("not refused")
+        };
+        assert_eq!(outcome.failed_resource.as_deref(), Some(refuser));
+        assert_eq!((bench.states(), bench.runner.free_slots()), (before, 2), "{refuser}");
+    }
 }
 
 #[test]
