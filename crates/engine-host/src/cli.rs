@@ -27,7 +27,7 @@ struct Cli {
 #[derive(Subcommand)]
 enum Command {
     /// Generate text for one prompt, one chat message, or a file of requests
-    Generate(GenerateArgs),
+    Generate(Box<GenerateArgs>),
     /// What is in the plugin directories
     #[command(subcommand)]
     Plugin(PluginCommand),

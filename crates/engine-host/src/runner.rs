@@ -240,7 +240,8 @@ impl Runner {
         first
     }
 
-    /// Gives up a live step whose forward pass failed: rolls back what it reserved.
+    /// Gives up a live step whose forward pass failed: rolls back what it reserved. A step that was
+    /// staged behind it builds on what it would have added: unstage that one first.
     pub fn abandon(&mut self, live: Live) -> SubmoduleStep {
         self.roll_back(&live, live.step.resources.len());
         self.give_back(live)

@@ -36,7 +36,10 @@ fn the_host_links_no_resource_crate_and_the_contract_knows_nobody() {
     for kind in kinds {
         assert!(!host.contains(kind), "engine-host is linked to {kind}");
         let of_kind = linked(kind);
-        assert!(!of_kind.contains("engine-host") && !of_kind.contains("model"), "{kind}: {of_kind:?}");
+        assert!(
+            !of_kind.contains("engine-host") && !of_kind.contains("model"),
+            "{kind}: {of_kind:?}"
+        );
     }
     assert_eq!(linked("resource-api"), BTreeSet::from(["resource-api-macros"]));
 }

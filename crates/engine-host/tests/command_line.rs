@@ -163,7 +163,12 @@ fn taking_a_plugin_away_takes_its_kind_away() {
     let config = host.config(&kept, &model_path());
     let (code, line) = refused(&host.generate(&config, &["--prompt", "x"]));
     assert_eq!(code, Some(2), "{line}");
-    for part in ["engine.toml", "[resources.sampler]", "\"sampler\"", "attention, cross_attention, kv, positions"] {
+    for part in [
+        "engine.toml",
+        "[resources.sampler]",
+        "\"sampler\"",
+        "attention, cross_attention, kv, positions",
+    ] {
         assert!(line.contains(part), "{part} is not in: {line}");
     }
 }

@@ -15,7 +15,7 @@ use std::sync::{Mutex, OnceLock, PoisonError};
 
 use device::{Matrix, Parallel};
 use resource_api::{
-    AttentionHandle, AttentionResource, Bound, EngineLimits, KvCacheHandle, Positions,
+    AttentionHandle, AttentionResource, Bound, EngineLimits, ErrorKind, KvCacheHandle, Positions,
     PositionsHandle, ResourceError, Result, Sampler, SamplerHandle, StepContext, TensorView,
     TensorViewMut,
 };
@@ -236,7 +236,11 @@ impl Pass<'_> {
             let (ids, logprobs) = out.push_top(config.vocab.min(k as usize));
             if !ids.is_empty() {
                 let row = TensorView::from_slice(row, &[config.vocab]);
-                self.handles.sampler.top_logprobs(&row, ids, logprobs)?;
+                match self.handles.sampler.top_logprobs(&row, ids, logprobs) {
+                    // A row that is no distribution fails its own request: `sample` says so.
+                    Err(e) if e.kind() == ErrorKind::INVALID => logprobs.fill(f32::NAN),
+                    done => done?,
+                }
             }
         }
         let sampled = input.sample.iter().map(|&s| input.segments.request[s as usize]);

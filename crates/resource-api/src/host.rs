@@ -141,6 +141,10 @@ impl HostServicesHandle {
         let guarded = Guarded { body, panic: Mutex::new(None) };
         let state = &guarded as *const Guarded<F> as *const ();
         self.parallel_for(tasks, ParallelBody { state, call: call_guarded::<F> });
+        // A faulted host runs nothing and has no way to say so; results would be silently wrong.
+        if let Err(e) = crate::Interface::object(self).check_fault() {
+            panic!("the host cannot run parallel work: {e}");
+        }
         let panic = guarded.panic.into_inner().unwrap_or_else(|e| e.into_inner());
         if let Some(payload) = panic {
             resume_unwind(payload);

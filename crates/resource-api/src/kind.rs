@@ -49,6 +49,7 @@ impl<K: ResourceKind> Kind for KindOf<K> {
 
 /// The kind `K`, as `export_plugin!` exports it and as a static engine registers it.
 pub fn kind<K: ResourceKind>() -> KindHandle {
+    crate::abi::guard::install_panic_hook();
     KindHandle::new(Arc::new(KindOf::<K>(PhantomData)))
 }
 

@@ -77,7 +77,7 @@ impl<'a> Segments<'a> {
     }
 
     /// One after the other.
-    pub fn iter(&self) -> impl ExactSizeIterator<Item = Segment> + 'a {
+    pub fn iter(&self) -> impl ExactSizeIterator<Item = Segment> + use<'a> {
         let Segments { request, label, span } = *self;
         (0..request.len()).map(move |i| Segment {
             request_id: request[i],

@@ -3,10 +3,10 @@
 
 use std::path::{Path, PathBuf};
 
+use engine_host::Config;
 use engine_host::engine::Engine;
 use engine_host::request::{Event, FinishReason, GenerateRequest, Token, Usage};
 use engine_host::setup::{self, Loaded};
-use engine_host::Config;
 use resource_api::RequestId;
 use serde_json::{Value, json};
 

@@ -44,12 +44,7 @@ pub trait Attention: Send + Sync {
 
     /// Copies into `indptr` where each row's tokens begin in the packed tensors, with the total at
     /// the end: rows + 1 entries, whose number it answers. `INVALID` when they do not fit.
-    fn qo_indptr(
-        &self,
-        ctx: &StepContext<'_>,
-        label: LabelId,
-        indptr: &mut [u32],
-    ) -> Result<u32>;
+    fn qo_indptr(&self, ctx: &StepContext<'_>, label: LabelId, indptr: &mut [u32]) -> Result<u32>;
 
     /// Copies the hidden state of each row's last token: `[tokens, hidden]` to `[rows, hidden]`,
     /// f32. Rows that add no token are left alone.
