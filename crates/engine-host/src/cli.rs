@@ -6,9 +6,11 @@ use std::process::ExitCode;
 use clap::{Args, Parser, Subcommand};
 use serde_json::{Map, Value, json};
 
+use crate::bench::Linked;
 use crate::config::Config;
 use crate::error::{Error, Result};
 
+mod bench;
 mod generate;
 mod jobs;
 mod plugins;
@@ -31,6 +33,9 @@ enum Command {
     /// What is in the plugin directories
     #[command(subcommand)]
     Plugin(PluginCommand),
+    /// What the host costs beside the model
+    #[command(subcommand)]
+    Bench(bench::BenchCommand),
 }
 
 #[derive(Args)]
@@ -145,6 +150,11 @@ enum PluginCommand {
 
 /// Runs the program: 0 for success, 1 for failure, 2 for wrong usage.
 pub fn main() -> ExitCode {
+    main_with(None)
+}
+
+/// Likewise, for a program that has the measured kinds linked in: `bench` uses them.
+pub fn main_with(linked: Option<Linked>) -> ExitCode {
     let cli = Cli::parse();
     let filter = tracing_subscriber::EnvFilter::try_new(&cli.log);
     let filter = match filter {
@@ -155,6 +165,7 @@ pub fn main() -> ExitCode {
     let done = match &cli.command {
         Command::Generate(args) => generate::run(args),
         Command::Plugin(PluginCommand::List { config, json }) => plugins::list(config, *json),
+        Command::Bench(command) => bench::run(command, linked),
     };
     match done {
         Ok(code) => code,

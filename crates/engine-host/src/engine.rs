@@ -5,8 +5,8 @@ use std::time::{Duration, Instant};
 
 use model::{Node, StepInput, StepOutput};
 use resource_api::{
-    EngineLimits, FailureReason, LabelId, NodeId, PrefixInputs, RequestId, RequestOverrides,
-    Resource, Sampled, Segment, WalkId,
+    EngineLimits, FailureReason, LabelId, NodeId, PrefixInputs, PrefixWalk, RequestId,
+    RequestOverrides, Resource, Sampled, Segment, WalkId,
 };
 use serde_json::{Map, Value};
 
@@ -42,6 +42,9 @@ pub struct ModelFacts {
     pub eos: Vec<u32>,
     /// Ids are below this.
     pub vocab: usize,
+    /// What identifies the weights and everything else of the checkpoint that a cached key or value
+    /// depends on; equal across processes.
+    pub identity: [u8; 32],
 }
 
 /// An engine with one node. All methods are called by one thread.
@@ -93,11 +96,17 @@ impl Engine {
         node.attach(&model::NodeResources::new(&name, offered.collect()), &limits)?;
         let node_id = NodeId(services.nodes.intern(&name));
         let (prefill, decode) = (services.walks.intern("prefill"), services.walks.intern("decode"));
-        let step = SubmoduleStep::new(node_id, WalkId(prefill), own);
-        let runner = Runner::new(resources, 4);
-        for entry in runner.resources().entries() {
+        let root = prefix_root(&model.identity, &resources, &own);
+        let walks =
+            PrefixWalk { label: LabelId::MAIN, write: WalkId(prefill), decode: WalkId(decode) };
+        for entry in resources.entries() {
+            if entry.resource().enable_prefix_cache(&root, vec![walks])? {
+                tracing::info!(resource = entry.key, "keeps prefixes across requests");
+            }
             entry.resource().post_warmup_validate()?;
         }
+        let step = SubmoduleStep::new(node_id, WalkId(prefill), own);
+        let runner = Runner::new(resources, 4);
         Ok(Self {
             node,
             runner,
@@ -480,6 +489,21 @@ const MAX_LOGPROBS: u32 = 1000;
 
 fn to_text(config: Map<String, Value>) -> String {
     if config.is_empty() { String::new() } else { Value::Object(config).to_string() }
+}
+
+/// Root of the prefix cache: what every stored page depends on beyond its own tokens. Parts are
+/// tagged and carry their length, so that no two lists of parts give the same bytes.
+fn prefix_root(identity: &[u8; 32], resources: &ResourceSet, own: &[usize]) -> [u8; 32] {
+    let mut hash = blake3::Hasher::new_derive_key("engine-host prefix root 1");
+    hash.update(identity);
+    for &i in own {
+        let entry = &resources.entries()[i];
+        let Some(print) = entry.resource().fingerprint() else { continue };
+        for part in [entry.kind.as_bytes(), &print] {
+            hash.update(&(part.len() as u64).to_le_bytes()).update(part);
+        }
+    }
+    *hash.finalize().as_bytes()
 }
 
 /// Asks every resource of the node how much of the request it holds already, and has all of them

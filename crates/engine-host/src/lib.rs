@@ -6,6 +6,8 @@
 
 #![forbid(unsafe_code)]
 
+mod checkpoint;
+pub mod bench;
 pub mod cli;
 pub mod config;
 pub mod discovery;

@@ -10,6 +10,7 @@ use model::{Decoder, ModelPackage, Node};
 use resource_api::{DType, Device, EngineLimits, NodeResourceSpec};
 use serde_json::{Map, Value};
 
+use crate::checkpoint;
 use crate::config::{self, Config, ResourceConfig};
 use crate::discovery::{self, Discovery};
 use crate::document::{Problem, Problems};
@@ -104,7 +105,11 @@ pub fn load_with(
     };
     let wanted = specs(config, &decoder)?;
     let resources = Arc::new(ResourceSet::build(registry, wanted, &info, services.clone())?);
-    let facts = ModelFacts { eos: model.tokenizer.eos_ids().to_vec(), vocab: model.config.vocab };
+    let facts = ModelFacts {
+        eos: model.tokenizer.eos_ids().to_vec(),
+        vocab: model.config.vocab,
+        identity: checkpoint::identity(&config.model.path, options.activations)?,
+    };
     let engine = Engine::new(Box::new(decoder), resources, services, facts, limits)?;
     Ok(Loaded { engine, model })
 }
