@@ -143,6 +143,14 @@ impl ResourceSet {
             }
         }
         let built = registry.build_resource(spec, offer)?.named(key);
+        let own = built.resource.depends_on();
+        if let Some(undeclared) = own.iter().find(|d| !depends_on.contains(d)) {
+            return Err(Error::usage(format!(
+                "[resources.{key}] (kind {}): the built resource depends on `{undeclared}`, which \
+                 its kind did not declare; this is a fault of the plugin",
+                spec.kind
+            )));
+        }
         let supports_preplan = built.resource.supports_preplan();
         let behind = depends_on
             .iter()

@@ -49,6 +49,18 @@ impl<'a, H> Bound<'a, H> {
     }
 }
 
+macro_rules! bindable {
+    ($($handle:ty),*) => {$(
+        impl $handle {
+            /// Binds to one step; the cursors live in what this returns.
+            pub fn bind<'a>(&'a self, ctx: &'a StepContext<'a>) -> Bound<'a, Self> {
+                Bound::new(self, ctx)
+            }
+        }
+    )*};
+}
+bindable!(crate::KvCacheHandle, crate::AttentionHandle, crate::CrossAttentionHandle);
+
 impl<H> Deref for Bound<'_, H> {
     type Target = H;
     fn deref(&self) -> &H {

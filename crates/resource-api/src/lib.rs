@@ -133,8 +133,8 @@ pub use spec::{
     RequestOverrides, TransferEngineInfo,
 };
 pub use step::{
-    BucketKey, CGSlotKey, CGSlotSpec, ResourceStep, Segment, Segments, SlotLease, StepContext,
-    StepHead,
+    BucketKey, CGSlotKey, CGSlotSpec, GraphConfig, ResourceStep, Segment, Segments, SlotLease,
+    StepContext, StepHead,
 };
 pub use tensor::{DType, Device, Element, RawTensor, TensorView, TensorViewMut};
 pub use typed::{Typed, TypedRef};

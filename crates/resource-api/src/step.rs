@@ -215,13 +215,28 @@ pub struct CGSlotSpec {
     pub bucket: BucketKey,
     /// Buffer set.
     pub slot: u32,
-    /// Whether the capture covers a region of the forward (piecewise) and not all of it.
-    pub piecewise: bool,
-    /// Which of several capture configurations; `u32::MAX` when there is only one.
+    /// What the capture covers.
+    pub config: GraphConfig,
+    /// Which of several capture configurations; [`CGSlotSpec::NO_CONFIG_IDX`] when there is one.
     pub config_idx: u32,
 }
 
+/// What a captured graph covers. An open set: an unknown number is treated like a piecewise one.
+#[repr(transparent)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, StableAbi)]
+pub struct GraphConfig(pub u32);
+
+impl GraphConfig {
+    /// The whole forward pass: the seed's `CudaGraphConfig`.
+    pub const FULL: GraphConfig = GraphConfig(0);
+    /// One region of it: the seed's `PiecewiseCudaGraphConfig`.
+    pub const PIECEWISE: GraphConfig = GraphConfig(1);
+}
+
 impl CGSlotSpec {
+    /// There is only one capture configuration.
+    pub const NO_CONFIG_IDX: u32 = u32::MAX;
+
     /// Rows of the capture.
     pub fn bs(&self) -> u32 {
         self.bucket.bs

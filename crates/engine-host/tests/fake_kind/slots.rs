@@ -4,8 +4,8 @@ use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use resource_api::{
-    BucketKey, CGSlotSpec, RequestId, Resource, ResourceHandle, SlotLease, StepContext, StepHead,
-    StepId,
+    BucketKey, CGSlotSpec, GraphConfig, RequestId, Resource, ResourceHandle, SlotLease,
+    StepContext, StepHead, StepId,
 };
 use resource_testkit::Echo;
 use serde_json::json;
@@ -72,7 +72,12 @@ fn bucket(bs: u32) -> BucketKey {
 }
 
 fn sized(bs: u32) -> CGSlotSpec {
-    CGSlotSpec { bucket: bucket(bs), slot: 0, piecewise: false, config_idx: u32::MAX }
+    CGSlotSpec {
+        bucket: bucket(bs),
+        slot: 0,
+        config: GraphConfig::FULL,
+        config_idx: CGSlotSpec::NO_CONFIG_IDX,
+    }
 }
 
 /// Runs a step that replays the graph of a bucket, as a runner that captures will.

@@ -89,4 +89,17 @@ pub trait Positions: Send + Sync {
 
     /// The next position of a stream; 0 for one that nobody opened.
     fn position(&self, rid: RequestId, label: LabelId) -> Result<u32>;
+
+    /// As [`apply_qk`](Self::apply_qk), for the queries and keys of one layer: some models turn some
+    /// layers by other frequencies. A resource whose settings cannot say so turns all alike.
+    fn apply_qk_layer(
+        &self,
+        ctx: &StepContext<'_>,
+        layer: u32,
+        label: LabelId,
+        q: &mut TensorViewMut<'_>,
+        k: &mut TensorViewMut<'_>,
+    ) -> Result<()> {
+        self.apply_qk(ctx, label, q, k)
+    }
 }
