@@ -69,6 +69,10 @@ pub struct Engine {
     sampled_rids: Vec<RequestId>,
     sampled_ids: Vec<u32>,
     spare: Option<SubmoduleStep>,
+    /// Requests that are left out of the present step.
+    held: Vec<RequestId>,
+    /// Since when no step could run, though there are requests.
+    stalled: Option<Instant>,
 }
 
 impl Engine {
@@ -130,6 +134,8 @@ impl Engine {
             sampled_rids: Vec::new(),
             sampled_ids: Vec::new(),
             spare: Some(step),
+            held: Vec::new(),
+            stalled: None,
         })
     }
 
@@ -201,9 +207,11 @@ impl Engine {
     /// Runs one step and tells what came of it. Without anything to run, does nothing.
     pub fn step(&mut self) -> &[Event] {
         self.events.clear();
+        self.held.clear();
         while let Some(step) = self.next_step() {
             match self.runner.start(step) {
                 Ok(Started::Live(live)) => {
+                    self.stalled = None;
                     self.run(live);
                     break;
                 }
@@ -282,7 +290,7 @@ impl Engine {
     fn next_step(&mut self) -> Option<SubmoduleStep> {
         let mut failed = Vec::new();
         let (runner, node, walk) = (&self.runner, self.node_id, self.prefill);
-        self.scheduler.fill(&mut self.requests, &mut self.turns, |request| {
+        self.scheduler.fill(&mut self.requests, &mut self.turns, &self.held, |request| {
             let joined = skip_cached_prefix(runner.resources(), request, node, walk);
             if let Err(e) = &joined {
                 failed.push((request.rid, e.to_string()));
@@ -405,16 +413,34 @@ impl Engine {
             }
             return true;
         }
+        if outcome.reason() != FailureReason::ALLOCATION_FAILED {
+            return self.hold(outcome.request_id(), &message);
+        }
         if let Some(rid) = self.scheduler.give_way() {
             tracing::debug!(%rid, "gives way: {message}");
             self.preempt(rid);
             return true;
         }
-        if outcome.is_ok() {
-            return false;
-        }
         let rids: Vec<_> = self.turns.iter().map(|t| t.rid).collect();
         self.fail_all(&rids, &format!("{message}, though nothing else runs"));
+        true
+    }
+
+    /// Leaves a request that has to wait out of this step; `true` when the rest may be tried. When
+    /// nobody can run, waits a little, and at last fails what has waited too long.
+    fn hold(&mut self, rid: RequestId, message: &str) -> bool {
+        if self.turns.len() > 1 && self.turns.iter().any(|t| t.rid == rid) {
+            self.held.push(rid);
+            return true;
+        }
+        let since = *self.stalled.get_or_insert_with(Instant::now);
+        if since.elapsed() < MAX_STALL {
+            std::thread::sleep(Duration::from_millis(1));
+            return false;
+        }
+        self.stalled = None;
+        let rids: Vec<_> = self.turns.iter().map(|t| t.rid).collect();
+        self.fail_all(&rids, &format!("{message}, for {} seconds", MAX_STALL.as_secs()));
         true
     }
 
@@ -483,6 +509,9 @@ impl Engine {
 
 /// The kind that a request's sampling settings go to.
 const SAMPLER_KIND: &str = "sampler";
+
+/// How long a step may wait for a resource while nothing else can run.
+const MAX_STALL: Duration = Duration::from_secs(60);
 
 /// Most alternatives reported per token.
 const MAX_LOGPROBS: u32 = 1000;

@@ -60,12 +60,13 @@ impl Scheduler {
         self.running.len()
     }
 
-    /// Lays out the next step in `turns`. `join` prepares a request that starts to run (its cached
+    /// Lays out the next step in `turns`, without the requests of `held`. `join` prepares a request that starts to run (its cached
     /// prefix); `false` means that it has failed and is gone.
     pub fn fill(
         &mut self,
         requests: &mut Requests,
         turns: &mut Vec<Turn>,
+        held: &[RequestId],
         mut join: impl FnMut(&mut Tracked) -> bool,
     ) {
         turns.clear();
@@ -79,7 +80,7 @@ impl Scheduler {
             budget > 0
         };
         for generating in [true, false] {
-            for &rid in &self.running {
+            for &rid in self.running.iter().filter(|rid| !held.contains(rid)) {
                 let pending = requests.get(rid).map_or(0, Tracked::pending);
                 if (pending == 1) == generating && !take(rid, pending) {
                     return;
@@ -153,7 +154,7 @@ mod tests {
 
         /// Spans of the next step by request slot, after running it.
         fn step(&mut self) -> Vec<(u32, usize)> {
-            self.scheduler.fill(&mut self.requests, &mut self.turns, |_| true);
+            self.scheduler.fill(&mut self.requests, &mut self.turns, &[], |_| true);
             let turns = self.turns.iter().map(|t| (t.rid.slot, t.span)).collect();
             for turn in &self.turns {
                 let request = self.requests.get_mut(turn.rid).unwrap();
