@@ -37,8 +37,19 @@ impl State {
             "pages": {
                 "total": facts.num_pages,
                 "free": self.pool.ready(),
+                "cached": self.pool.cached(),
+                "peak": self.pool.peak(),
                 "waiting": self.pool.waiting(),
                 "sealed": self.pool.sealed(),
+            },
+            "prefix": {
+                "open": shared.prefix.get().is_some(),
+                "lookups": self.prefix_use.lookups,
+                "hits": self.prefix_use.hits,
+                "hit_tokens": self.prefix_use.hit_tokens,
+                "evictions": self.pool.evictions(),
+                "pages": self.pool.indexed(),
+                "smallest": facts.page_size,
             },
             "page_size": facts.page_size,
             "max_seq_len": facts.max_seq_len,
@@ -54,7 +65,8 @@ impl State {
         let mut owners: HashMap<u32, u32> = HashMap::from([(SINK, 1)]);
         let held = self.requests.iter().flat_map(|(_, s)| &s.pages);
         let copies = self.steps.iter().flat_map(|r| &r.copies).flat_map(|c| &c.pages);
-        for &page in held.chain(copies) {
+        let leases = self.requests.chains().flat_map(|c| &c.lease);
+        for &page in held.chain(copies).chain(leases) {
             *owners.entry(page).or_default() += 1;
         }
         let fault = |what: String| Err(ResourceError::internal(what));
@@ -64,6 +76,12 @@ impl State {
                 return fault(format!("page {page} is free twice"));
             }
         }
+        let mut cached = vec![false; free.len()];
+        for page in self.pool.cached_list() {
+            if free[page as usize] || std::mem::replace(&mut cached[page as usize], true) {
+                return fault(format!("page {page} is cached twice, or cached and free"));
+            }
+        }
         for (page, &is_free) in free.iter().enumerate() {
             let page = page as u32;
             let (counted, found) =
@@ -71,13 +89,32 @@ impl State {
             if counted != found {
                 return fault(format!("page {page} counts {counted} owners and has {found}"));
             }
-            if is_free == (found > 0) {
-                let is = if is_free { "free and owned" } else { "lost: neither free nor owned" };
-                return fault(format!("page {page} is {is}"));
+            match (is_free, cached[page as usize], found > 0) {
+                (true, false, false) | (false, true, false) | (false, false, true) => {}
+                (false, false, false) => return fault(format!("page {page} is lost")),
+                _ => return fault(format!("page {page} is owned, and free or cached")),
+            }
+            let (indexed, sealed) = (self.pool.is_indexed(page), self.pool.is_sealed(page));
+            if (cached[page as usize] && !indexed) || (indexed && (is_free || !sealed)) {
+                return fault(format!("page {page} is cached or indexed, and not both as it must"));
+            }
+            if indexed && self.pool.find(self.pool.key(page)) != Some(page) {
+                return fault(format!("page {page} is not found under its key"));
             }
             if found > 1 && page != SINK && !self.pool.is_sealed(page) {
                 return fault(format!("page {page} is shared by {found} and not sealed"));
             }
+        }
+        let (found, counted) = (cached.iter().filter(|&&c| c).count() as u32, self.pool.cached());
+        if found != counted {
+            return fault(format!("{found} pages are cached, {counted} are counted"));
+        }
+        let indexed = (0..free.len() as u32).filter(|&p| self.pool.is_indexed(p)).count() as u32;
+        if indexed != self.pool.indexed() {
+            return fault(format!(
+                "{indexed} pages are indexed, the index has {}",
+                self.pool.indexed()
+            ));
         }
         let listed = free.iter().filter(|&&f| f).count() as u32;
         let counted = self.pool.ready() + self.pool.waiting();

@@ -114,8 +114,7 @@ impl KvCache for Kv {
                     label.0, stream.protected, stream.len
                 )));
             }
-            state.rewind(shared, id, len);
-            Ok(())
+            state.rewind(shared, id, len)
         })
     }
 

@@ -1,7 +1,8 @@
 //! Making what a step wrote part of its streams.
 
-use resource_api::{ResourceError, Result, StepId};
+use resource_api::{LabelId, ResourceError, ResourceStep, Result, StepContext};
 
+use crate::prefix::Fed;
 use crate::state::{Shared, State};
 use crate::step::{StepRecord, Target};
 use crate::stream::{StreamId, droppable};
@@ -9,15 +10,22 @@ use crate::stream::{StreamId, droppable};
 impl State {
     /// Lets the streams of a step grow, trims those that keep a window, and makes the copies that
     /// belong after the step.
-    pub(crate) fn commit(&mut self, shared: &Shared, step: StepId) -> Result<()> {
-        let Some(at) = self.find(step).filter(|&at| !self.steps[at].staged) else {
+    pub(crate) fn commit(
+        &mut self,
+        shared: &Shared,
+        step: &ResourceStep<'_>,
+        ctx: &StepContext<'_>,
+    ) -> Result<()> {
+        let Some(at) = self.find(ctx.step()).filter(|&at| !self.steps[at].staged) else {
             return Err(ResourceError::wrong_state(format!(
                 "step {} is not in flight: it was not admitted, or is committed already",
-                step.0
+                ctx.step().0
             )));
         };
         // Where the step was never planned, they are still missing.
         self.copy_before(shared, at)?;
+        // Not at admission: a step that is rolled back leaves no trace.
+        self.pool.note_peak();
         let mut record = self.steps.remove(at);
         self.unmark(&record);
         for at in 0..record.copies.len() {
@@ -26,7 +34,8 @@ impl State {
             }
         }
         if record.commit {
-            self.grow(shared, &record);
+            let tokens = record.entries.iter().map(|e| e.span as usize).sum();
+            self.grow(shared, &record, Fed::by(shared, step, ctx, tokens));
             self.trim(shared, &record);
         }
         let copied = self.copy_after(shared, &mut record);
@@ -34,16 +43,22 @@ impl State {
         copied
     }
 
-    fn grow(&mut self, shared: &Shared, record: &StepRecord) {
+    fn grow(&mut self, shared: &Shared, record: &StepRecord, fed: Fed<'_>) {
+        let mut rest = fed;
         for entry in record.entries.iter().filter(|e| e.span > 0) {
+            let own = rest.split(entry.span);
             if let (Target::Stream | Target::Fork(_), Some(stream)) =
                 (entry.target, self.requests.get_mut(entry.id))
             {
                 stream.len += entry.span;
                 stream.generation += 1;
                 self.publish(shared, entry.id);
+                if entry.id.label == LabelId::MAIN {
+                    self.note_fed(entry.id.request, entry.start, entry.span, own);
+                }
             }
         }
+        self.index_ended();
     }
 
     fn trim(&mut self, shared: &Shared, record: &StepRecord) {
@@ -66,6 +81,7 @@ impl State {
         stream.len -= tokens;
         stream.released += u64::from(tokens);
         stream.generation += 1;
+        self.break_chain(id);
         self.release_range(shared, id, first..first + count as usize);
         self.publish(shared, id);
         tokens
@@ -102,6 +118,7 @@ impl State {
         (stream.len, stream.table) = (copy.len, copy.table);
         (stream.released, stream.protected) = (0, 0);
         stream.generation += 1;
+        self.break_chain(id);
         self.release(shared, &mut old);
         self.publish(shared, id);
     }

@@ -14,7 +14,9 @@
 //! | `spec` | settings and how many pages they mean |
 //! | `geometry` | where a page, layer, head and slot lie in memory |
 //! | `memory` | that memory |
-//! | `pool` | which page is free, and how many owners the others have |
+//! | `pool` | which page is free, how many owners the others have, and which are kept for what they hold |
+//! | `keys`, `index` | what a page holds, as a digest, and the page that has it |
+//! | `chain`, `prefix` | the known tokens of a request, and sharing the pages of those that begin alike |
 //! | `stream` | streams of requests |
 //! | `step` | what a step in flight has reserved |
 //! | `state` | all of that under one lock: requests come and go |
@@ -30,11 +32,15 @@ mod admit;
 mod audit;
 mod board;
 mod cache;
+mod chain;
 mod commit;
 mod geometry;
+mod index;
+mod keys;
 mod memory;
 mod plan;
 mod pool;
+mod prefix;
 mod reserve;
 mod resource;
 mod seats;

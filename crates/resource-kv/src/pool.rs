@@ -1,4 +1,7 @@
-//! Which pages are free, and how many owners each of the others has.
+//! Which pages are free, how many owners each of the others has, and which hold known prefixes.
+
+use crate::index::PrefixIndex;
+use crate::keys::Key;
 
 /// The page that padding rows write to and read from. Owned for ever.
 pub(crate) const SINK: u32 = 0;
@@ -6,65 +9,165 @@ pub(crate) const SINK: u32 = 0;
 /// Ends a list.
 const END: u32 = u32::MAX;
 
+/// A page's owners, and two marks in the same word: 4 bytes a page are what most steps touch.
+#[derive(Clone, Copy, Debug, Default)]
+struct Owners(u32);
+
+impl Owners {
+    /// Never written again while it has this mark: what several owners share must be.
+    const SEALED: u32 = 1 << 31;
+    /// The index has it.
+    const INDEXED: u32 = 1 << 30;
+
+    /// Streams and leases that have this page. 0: it is free, or kept for its contents alone.
+    fn count(self) -> u32 {
+        self.0 & (Self::INDEXED - 1)
+    }
+
+    fn has(self, mark: u32) -> bool {
+        self.0 & mark != 0
+    }
+}
+
+/// What few steps touch.
 #[derive(Clone, Copy, Debug)]
+#[repr(align(32))]
 struct Page {
-    /// Streams (and later other holders) that have this page. 0: it is free.
-    owners: u32,
-    /// Never written again while it has owners: what several owners share must be.
-    sealed: bool,
-    /// The page after this one in the list of free pages that it is in.
-    next: u32,
-    /// The last step that may still access a free page.
+    /// Key of an indexed page.
+    key: Key,
+    /// The pages before and after it in the list that it is in.
+    before: u32,
+    after: u32,
+    /// The last step that may still access a page without owners.
     epoch: u64,
 }
 
-/// The pages of a cache. Free ones form two lists through the pages themselves: a stack of those that
-/// may be taken (so that the memory in use stays small and warm), and a queue of those that a step
-/// still running may access.
+/// Pages in a row, linked through themselves.
+#[derive(Clone, Copy, Debug)]
+struct List {
+    first: u32,
+    last: u32,
+    len: u32,
+}
+
+impl List {
+    const EMPTY: List = List { first: END, last: END, len: 0 };
+
+    fn push(&mut self, pages: &mut [Page], page: u32) {
+        (pages[page as usize].before, pages[page as usize].after) = (self.last, END);
+        match self.last {
+            END => self.first = page,
+            last => pages[last as usize].after = page,
+        }
+        self.last = page;
+        self.len += 1;
+    }
+
+    fn remove(&mut self, pages: &mut [Page], page: u32) {
+        let Page { before, after, .. } = pages[page as usize];
+        match before {
+            END => self.first = after,
+            before => pages[before as usize].after = after,
+        }
+        match after {
+            END => self.last = before,
+            after => pages[after as usize].before = before,
+        }
+        self.len -= 1;
+    }
+
+    fn iter(self, pages: &[Page]) -> impl Iterator<Item = u32> + '_ {
+        let next = |page: &u32| Some(pages[*page as usize].after).filter(|&n| n != END);
+        // A damaged list could be a ring.
+        let all = std::iter::successors(Some(self.first).filter(|&p| p != END), next);
+        all.take(pages.len() + 1)
+    }
+}
+
+/// The pages of a cache. One that nobody owns is ready (a stack, so that the memory in use stays
+/// small and warm), waiting for a step that may still access it, or cached: kept for the prefix that
+/// it holds until its place is needed.
 ///
 /// Every operation is O(1) per page.
 #[derive(Debug)]
 pub(crate) struct PagePool {
+    owners: Vec<Owners>,
     pages: Vec<Page>,
-    first_ready: u32,
-    num_ready: u32,
-    first_waiting: u32,
-    last_waiting: u32,
-    num_waiting: u32,
+    /// The last one is taken next.
+    ready: Vec<u32>,
+    waiting: List,
+    /// Cached pages, the one to evict first in front. A stream gives up its last page first, and
+    /// nobody owns a page without owning those before it, so a page stands before its ancestors and
+    /// the first one is a leaf.
+    cached: List,
+    index: PrefixIndex,
     num_sealed: u32,
+    /// See [`PagePool::peak`].
+    peak: u32,
+    evictions: u64,
 }
 
 impl PagePool {
     /// `num_pages` pages, the sink included, which are at least 2. Taken in ascending order.
     pub(crate) fn new(num_pages: u32) -> Self {
-        let page = |i: u32| {
-            let next = if i + 1 < num_pages { i + 1 } else { END };
-            Page { owners: u32::from(i == SINK), sealed: false, next, epoch: 0 }
-        };
+        let mut owners = vec![Owners(0); num_pages as usize];
+        owners[SINK as usize] = Owners(1);
         PagePool {
-            pages: (0..num_pages).map(page).collect(),
-            first_ready: SINK + 1,
-            num_ready: num_pages - 1,
-            first_waiting: END,
-            last_waiting: END,
-            num_waiting: 0,
+            owners,
+            pages: vec![Page { key: 0, before: END, after: END, epoch: 0 }; num_pages as usize],
+            ready: (SINK + 1..num_pages).rev().collect(),
+            waiting: List::EMPTY,
+            cached: List::EMPTY,
+            index: PrefixIndex::default(),
             num_sealed: 0,
+            peak: 0,
+            evictions: 0,
         }
+    }
+
+    /// Makes room for the keys of all pages.
+    pub(crate) fn open_index(&mut self) {
+        self.index.open(self.usable());
     }
 
     /// Pages that streams can have at all.
     pub(crate) fn usable(&self) -> u32 {
-        self.pages.len() as u32 - 1
+        self.owners.len() as u32 - 1
     }
 
     /// Pages that may be taken now.
     pub(crate) fn ready(&self) -> u32 {
-        self.num_ready
+        self.ready.len() as u32
     }
 
     /// Free pages that a running step may still access.
     pub(crate) fn waiting(&self) -> u32 {
-        self.num_waiting
+        self.waiting.len
+    }
+
+    /// Pages that nobody owns and that are kept for what they hold.
+    pub(crate) fn cached(&self) -> u32 {
+        self.cached.len
+    }
+
+    /// Pages without an owner: ready, waiting or cached.
+    pub(crate) fn unowned(&self) -> u32 {
+        self.ready() + self.waiting() + self.cached()
+    }
+
+    /// Most pages that had owners at once, of the times when that was noted.
+    pub(crate) fn peak(&self) -> u32 {
+        self.peak
+    }
+
+    /// Pages evicted so far.
+    pub(crate) fn evictions(&self) -> u64 {
+        self.evictions
+    }
+
+    /// Pages that the index has.
+    pub(crate) fn indexed(&self) -> u32 {
+        self.index.len()
     }
 
     /// Sealed pages.
@@ -74,105 +177,170 @@ impl PagePool {
 
     /// Owners of a page.
     pub(crate) fn owners(&self, page: u32) -> u32 {
-        self.pages[page as usize].owners
+        self.owners[page as usize].count()
     }
 
     /// Whether a page must not be written.
     pub(crate) fn is_sealed(&self, page: u32) -> bool {
-        self.pages[page as usize].sealed
+        self.owners[page as usize].has(Owners::SEALED)
+    }
+
+    /// Whether the index has this page.
+    pub(crate) fn is_indexed(&self, page: u32) -> bool {
+        self.owners[page as usize].has(Owners::INDEXED)
     }
 
     /// Moves `count` pages to the end of `into`, or none if there are not so many.
     pub(crate) fn take(&mut self, count: u32, into: &mut Vec<u32>) -> bool {
-        if count > self.num_ready {
-            return false;
-        }
-        for _ in 0..count {
-            let page = self.first_ready;
-            let entry = &mut self.pages[page as usize];
-            entry.owners = 1;
-            self.first_ready = entry.next;
+        let Some(left) = self.ready.len().checked_sub(count as usize) else { return false };
+        for page in self.ready.drain(left..).rev() {
+            self.owners[page as usize] = Owners(1);
             into.push(page);
         }
-        self.num_ready -= count;
         true
+    }
+
+    /// Notes how many pages have owners now, for [`PagePool::peak`].
+    pub(crate) fn note_peak(&mut self) {
+        self.peak = self.peak.max(self.usable() - self.unowned());
     }
 
     /// Undoes a `take`: the last page taken is the next to be taken again.
     pub(crate) fn put_back(&mut self, page: u32) {
-        let entry = self.owned(page);
-        assert!(entry.owners == 1 && !entry.sealed, "page {page} was shared since it was taken");
-        entry.owners = 0;
-        self.push_ready(page);
+        let owners = self.owned(page);
+        assert!(owners.0 == 1, "page {page} was shared since it was taken");
+        self.owners[page as usize] = Owners(0);
+        self.ready.push(page);
     }
 
-    /// Gives up one ownership. The last one frees the page; it may be taken again once the step
-    /// `epoch` has `completed`.
+    /// Adds an owner.
+    pub(crate) fn retain(&mut self, page: u32) {
+        let owners = &mut self.owners[page as usize];
+        assert!(owners.has(Owners::SEALED), "page {page} is shared and not sealed");
+        owners.0 += 1;
+        if owners.count() == 1 {
+            self.cached.remove(&mut self.pages, page);
+        }
+    }
+
+    /// Gives up one ownership. With the last one the page becomes free, or cached if the index has it;
+    /// it may be taken again once the step `epoch` has `completed`.
     pub(crate) fn release(&mut self, page: u32, epoch: u64, completed: u64) {
-        let entry = self.owned(page);
-        entry.owners -= 1;
-        if entry.owners > 0 {
+        let mut owners = self.owned(page);
+        owners.0 -= 1;
+        self.owners[page as usize] = owners;
+        if owners.count() > 0 {
             return;
         }
-        entry.epoch = epoch;
-        let was_sealed = std::mem::take(&mut entry.sealed);
-        self.num_sealed -= u32::from(was_sealed);
-        if epoch <= completed {
-            return self.push_ready(page);
+        self.pages[page as usize].epoch = epoch;
+        match owners.has(Owners::INDEXED) {
+            true => self.cached.push(&mut self.pages, page),
+            false => self.free(page, completed),
         }
-        self.pages[page as usize].next = END;
-        match self.last_waiting {
-            END => self.first_waiting = page,
-            last => self.pages[last as usize].next = page,
-        }
-        self.last_waiting = page;
-        self.num_waiting += 1;
     }
 
-    /// Makes pages ready whose last step has completed. Epochs of releases never fall, so looking at
-    /// the head of the queue is enough.
+    /// Puts a page that nobody has and the index does not know where free pages are.
+    fn free(&mut self, page: u32, completed: u64) {
+        let sealed = self.owners[page as usize].has(Owners::SEALED);
+        self.num_sealed -= u32::from(sealed);
+        self.owners[page as usize] = Owners(0);
+        match self.pages[page as usize].epoch <= completed {
+            true => self.ready.push(page),
+            false => self.waiting.push(&mut self.pages, page),
+        }
+    }
+
+    /// Makes pages ready whose last step has completed. Looking at the head of the queue is enough:
+    /// epochs of releases never fall, and an evicted page that was released earlier than those before
+    /// it only waits a little longer.
     pub(crate) fn settle(&mut self, completed: u64) {
-        while self.first_waiting != END {
-            let page = self.first_waiting;
-            let entry = self.pages[page as usize];
-            if entry.epoch > completed {
+        while self.waiting.first != END {
+            let page = self.waiting.first;
+            if self.pages[page as usize].epoch > completed {
                 return;
             }
-            self.first_waiting = entry.next;
-            if self.first_waiting == END {
-                self.last_waiting = END;
-            }
-            self.num_waiting -= 1;
-            self.push_ready(page);
+            self.waiting.remove(&mut self.pages, page);
+            self.ready.push(page);
         }
+    }
+
+    /// Makes `count` more pages ready out of the cached ones that were not used for the longest, or
+    /// none if there are not so many whose last step has completed.
+    pub(crate) fn evict(&mut self, count: u32, completed: u64) -> bool {
+        // Released in order of epochs, so the last of them decides.
+        let Some(last) = count.checked_sub(1) else { return true };
+        match self.cached.iter(&self.pages).nth(last as usize) {
+            Some(page) if self.pages[page as usize].epoch <= completed => {}
+            _ => return false,
+        }
+        for _ in 0..count {
+            let page = self.cached.first;
+            self.cached.remove(&mut self.pages, page);
+            self.index.remove(self.pages[page as usize].key, page);
+            self.free(page, completed);
+        }
+        self.evictions += u64::from(count);
+        true
+    }
+
+    /// The key of an indexed page.
+    pub(crate) fn key(&self, page: u32) -> Key {
+        self.pages[page as usize].key
+    }
+
+    /// The page with this key.
+    pub(crate) fn find(&self, key: Key) -> Option<u32> {
+        self.index.find(key, |page| self.pages[page as usize].key)
+    }
+
+    /// Brings what [`PagePool::find`] will read for these keys closer.
+    pub(crate) fn warm(&self, keys: impl Iterator<Item = Key>) {
+        self.index.warm(keys);
+    }
+
+    /// Indexes and seals a page that has owners, unless another one has this key already.
+    pub(crate) fn insert(&mut self, key: Key, page: u32) {
+        let owners = self.owned(page);
+        assert!(!owners.has(Owners::INDEXED), "page {page} is indexed under another key");
+        if self.find(key).is_some() {
+            return;
+        }
+        self.num_sealed += u32::from(!owners.has(Owners::SEALED));
+        self.owners[page as usize].0 |= Owners::SEALED | Owners::INDEXED;
+        self.pages[page as usize].key = key;
+        self.index.insert(key, page);
+    }
+
+    /// Makes a sealed page that only the caller owns writable: the index forgets it.
+    pub(crate) fn unseal(&mut self, page: u32) {
+        let owners = self.owned(page);
+        assert!(owners.count() == 1, "page {page} is shared");
+        if owners.has(Owners::INDEXED) {
+            self.index.remove(self.pages[page as usize].key, page);
+        }
+        self.num_sealed -= u32::from(owners.has(Owners::SEALED));
+        self.owners[page as usize] = Owners(1);
     }
 
     /// The pages that may be taken, next one first.
     pub(crate) fn ready_list(&self) -> impl Iterator<Item = u32> + '_ {
-        self.list(self.first_ready)
+        self.ready.iter().rev().copied()
     }
 
     /// The free pages that may not be taken yet, first one first.
     pub(crate) fn waiting_list(&self) -> impl Iterator<Item = u32> + '_ {
-        self.list(self.first_waiting)
+        self.waiting.iter(&self.pages)
     }
 
-    fn list(&self, first: u32) -> impl Iterator<Item = u32> + '_ {
-        let next = |page: &u32| Some(self.pages[*page as usize].next).filter(|&n| n != END);
-        // A damaged list could be a ring.
-        std::iter::successors(Some(first).filter(|&p| p != END), next).take(self.pages.len() + 1)
+    /// The pages that are kept for what they hold, the one to evict first in front.
+    pub(crate) fn cached_list(&self) -> impl Iterator<Item = u32> + '_ {
+        self.cached.iter(&self.pages)
     }
 
-    fn owned(&mut self, page: u32) -> &mut Page {
-        let entry = &mut self.pages[page as usize];
-        assert!(page != SINK && entry.owners > 0, "page {page} is given up by nobody's owner");
-        entry
-    }
-
-    fn push_ready(&mut self, page: u32) {
-        self.pages[page as usize].next = self.first_ready;
-        self.first_ready = page;
-        self.num_ready += 1;
+    fn owned(&self, page: u32) -> Owners {
+        let owners = self.owners[page as usize];
+        assert!(page != SINK && owners.count() > 0, "page {page} is given up by nobody's owner");
+        owners
     }
 }
 

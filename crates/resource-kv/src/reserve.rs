@@ -69,21 +69,44 @@ impl State {
         if let Some(options) = options {
             self.add_retention(options, record)?;
         }
-        if let Some(id) = need.short_at {
-            let waiting = u64::from(ready + self.pool.waiting());
-            if need.pages <= waiting {
-                let reason = FailureReason::ADMISSION_DEFERRED;
-                let outcome = AdmitOutcome::refused(reason, id.request, id.label);
-                let why = "the step's pages are free once the steps now running have completed";
-                return Err(Refusal::Outcome(outcome.with_message(why)));
+        match need.short_at {
+            Some(id) if !self.evict_for(shared, need.pages - u64::from(ready)) => {
+                return Err(self.refuse(&need, id));
             }
-            let (request, label) = (id.request, id.label);
-            let outcome = AdmitOutcome::allocation_failed(request, label, need.pages, ready.into());
-            let message = format!("needs {} more pages, {ready} are free", need.pages);
-            return Err(Refusal::Outcome(outcome.with_message(message)));
+            _ => {}
         }
         self.take(shared, record);
         Ok(())
+    }
+
+    /// Makes so many cached pages ready.
+    fn evict_for(&mut self, shared: &Shared, pages: u64) -> bool {
+        let cached = self.pool.cached();
+        match u32::try_from(pages) {
+            Ok(pages) if pages <= cached => {
+                let evicted = self.pool.evict(pages, shared.completed_epoch());
+                if evicted {
+                    shared.count("prefix_evictions", pages.into());
+                }
+                evicted
+            }
+            _ => false,
+        }
+    }
+
+    /// The answer to a step whose pages are not there.
+    fn refuse(&self, need: &Need, id: StreamId) -> Refusal {
+        if need.pages <= u64::from(self.pool.unowned()) {
+            let reason = FailureReason::ADMISSION_DEFERRED;
+            let outcome = AdmitOutcome::refused(reason, id.request, id.label);
+            let why = "the step's pages are free once the steps now running have completed";
+            return Refusal::Outcome(outcome.with_message(why));
+        }
+        let ready = self.pool.ready() + self.pool.cached();
+        let (request, label) = (id.request, id.label);
+        let outcome = AdmitOutcome::allocation_failed(request, label, need.pages, ready.into());
+        let message = format!("needs {} more pages, {ready} are free", need.pages);
+        Refusal::Outcome(outcome.with_message(message))
     }
 
     fn add_entry(

@@ -1,18 +1,20 @@
 //! The resource: its build, and the methods of the protocol handed on to the state.
 
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use resource_api::host::level;
 use resource_api::{
     AdmitOutcome, Capability, Device, EngineResourceInfo, Exclusive, HostServices,
-    HostServicesHandle, KvCacheHandle, KvFacts, KvPlan, NodeResourceSpec, Plan, PlanSlots,
-    RequestId, RequestOverrides, Resource, ResourceError, ResourceKind, ResourceStep, Result,
-    StepContext, StepId, TypedRef,
+    HostServicesHandle, KvCacheHandle, KvFacts, KvPlan, LabelId, NodeId, NodeResourceSpec, Plan,
+    PlanSlots, PrefixInputs, PrefixWalk, RequestId, RequestOverrides, Resource, ResourceError,
+    ResourceKind, ResourceStep, Result, StepContext, StepId, TypedRef, WalkId,
 };
 
 use crate::board::Board;
+use crate::chain::Chain;
 use crate::geometry::{lay_out, total_bytes};
 use crate::memory::KvMemory;
+use crate::prefix::Prefix;
 use crate::spec::{KvSpec, within};
 use crate::state::{Shared, State};
 
@@ -24,6 +26,8 @@ pub struct Kv {
     state: Exclusive<State>,
     plans: PlanSlots<KvPlan>,
     fingerprint: Vec<u8>,
+    /// The salt of the prefix cache, where the settings want one.
+    prefix_salt: Option<String>,
     _budget: Budget,
 }
 
@@ -53,7 +57,7 @@ impl Kv {
     pub(crate) fn with_state<R>(&self, f: impl FnOnce(&mut State, &Shared) -> R) -> R {
         let mut state = self.state.lock();
         let result = f(&mut state, &self.shared);
-        self.shared.board.set_free(state.pool.ready() + state.pool.waiting());
+        self.shared.board.set_free(state.pool.unowned());
         result
     }
 
@@ -89,10 +93,18 @@ impl Kv {
         }
         let kv = Kv {
             index: info.index,
-            shared: Shared { facts, memory, board: Board::new(), host: info.host.clone() },
+            shared: Shared {
+                key: spec.resource_key.clone(),
+                facts,
+                memory,
+                board: Board::new(),
+                host: info.host.clone(),
+                prefix: OnceLock::new(),
+            },
             state: Exclusive::new(state),
             plans: PlanSlots::new(),
             fingerprint: fingerprint(&facts, &settings.prefix_cache_salt),
+            prefix_salt: settings.prefix_cache.then(|| settings.prefix_cache_salt.clone()),
             _budget: budget,
         };
         kv.with_state(|_, _| ());
@@ -135,12 +147,79 @@ impl Resource for Kv {
         Some(self.fingerprint.clone())
     }
 
+    /// Opens the index for streams `main`; `walks` must name that label.
+    fn enable_prefix_cache(&self, root: &[u8], walks: Vec<PrefixWalk>) -> Result<bool> {
+        let walk = walks.iter().find(|w| w.label == LabelId::MAIN);
+        let (Some(salt), Some(&walk)) = (&self.prefix_salt, walk) else { return Ok(false) };
+        let size = self.shared.facts.page_size;
+        let prefix = Prefix::new(root, salt, size, walk);
+        self.with_state(|state, shared| {
+            if shared.prefix.set(prefix).is_err() {
+                return Err(ResourceError::wrong_state("the prefix cache is open already"));
+            }
+            state.pool.open_index();
+            Ok(())
+        })?;
+        let (key, host) = (&self.shared.key, &self.shared.host);
+        let message = format!("{key}: prefixes are cached from {size} tokens on, by whole pages");
+        host.log(level::INFO, "kv", &message);
+        host.gauge(key, "prefix_smallest_tokens", f64::from(size));
+        Ok(true)
+    }
+
     fn post_warmup_validate(&self) -> Result<()> {
         self.with_state(|state, _| state.check_conservation())
     }
 
     fn ingest_request(&self, rid: RequestId, overrides: &RequestOverrides<'_>) -> Result<()> {
-        self.with_state(|state, shared| state.ingest(shared, rid, overrides))
+        // Keys are computed before the lock is taken.
+        let chain = Chain::new(&self.shared, overrides)
+            .map_err(|e| e.within(format!("`{}`", self.shared.key)))?;
+        self.with_state(|state, shared| state.ingest(shared, rid, overrides, chain))
+    }
+
+    fn resolve_cached_prefix(
+        &self,
+        rid: RequestId,
+        _node: NodeId,
+        walk: WalkId,
+    ) -> Result<Option<u32>> {
+        if self.shared.prefix.get().is_none() {
+            return Ok(None);
+        }
+        let found = self.with_state(|state, shared| state.resolve(shared, rid, walk));
+        self.shared.count("prefix_lookups", 1);
+        self.shared.count("prefix_hit_tokens", found.unwrap_or(0).into());
+        Ok(found)
+    }
+
+    /// Answers errors of the state, and refuses to skip what another cache found.
+    fn apply_cached_prefix(
+        &self,
+        rid: RequestId,
+        _node: NodeId,
+        _walk: WalkId,
+        inputs: &PrefixInputs<'_>,
+        matched: u32,
+    ) -> Result<()> {
+        if rid.is_padding() {
+            return Ok(());
+        }
+        self.with_state(|state, shared| state.apply(shared, rid, inputs.token_ids(), matched))
+    }
+
+    fn extend_prefix_chain(
+        &self,
+        rid: RequestId,
+        _node: NodeId,
+        walk: WalkId,
+        outputs: &[u32],
+    ) -> Result<()> {
+        if self.shared.prefix.get().is_some() {
+            let outputs = outputs.iter().map(|&id| (rid, id));
+            self.with_state(|state, shared| state.outputs(shared, walk, outputs));
+        }
+        Ok(())
     }
 
     fn reset_request(&self, rid: RequestId, free: bool) -> Result<()> {
@@ -170,8 +249,8 @@ impl Resource for Kv {
         self.with_state(|state, shared| state.plan(shared, &self.plans, step, ctx))
     }
 
-    fn commit(&self, _step: &ResourceStep<'_>, ctx: &StepContext<'_>) -> Result<()> {
-        self.with_state(|state, shared| state.commit(shared, ctx.step()))
+    fn commit(&self, step: &ResourceStep<'_>, ctx: &StepContext<'_>) -> Result<()> {
+        self.with_state(|state, shared| state.commit(shared, step, ctx))
     }
 
     fn clear_preplan(&self, step: Option<StepId>) -> Result<()> {
@@ -179,7 +258,11 @@ impl Resource for Kv {
         Ok(())
     }
 
-    fn on_outputs(&self, _: &StepContext<'_>, _: &[RequestId], _: &[u32]) -> Result<()> {
+    fn on_outputs(&self, ctx: &StepContext<'_>, rids: &[RequestId], ids: &[u32]) -> Result<()> {
+        if self.shared.prefix.get().is_some() {
+            let outputs = rids.iter().copied().zip(ids.iter().copied());
+            self.with_state(|state, shared| state.outputs(shared, ctx.graph_walk(), outputs));
+        }
         Ok(())
     }
 }

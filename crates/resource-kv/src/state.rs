@@ -1,15 +1,18 @@
 //! Everything that the step methods change, under one lock; requests come and go.
 
 use std::ops::Range;
+use std::sync::OnceLock;
 
 use resource_api::{
-    HostServices, HostServicesHandle, KvFacts, RequestId, RequestOverrides, ResourceError, Result,
-    StepId,
+    HostServices, HostServicesHandle, KvFacts, LabelId, RequestId, RequestOverrides, ResourceError,
+    Result, StepId,
 };
 
 use crate::board::Board;
+use crate::chain::Chain;
 use crate::memory::KvMemory;
 use crate::pool::PagePool;
+use crate::prefix::Prefix;
 use crate::seats::Seats;
 use crate::step::{StepRecord, Target};
 use crate::stream::{MAX_REQUESTS, Requests, StreamId};
@@ -17,10 +20,14 @@ use crate::stream::{MAX_REQUESTS, Requests, StreamId};
 /// What needs no lock.
 #[derive(Debug)]
 pub(crate) struct Shared {
+    /// The resource's key, for counters.
+    pub(crate) key: String,
     pub(crate) facts: KvFacts,
     pub(crate) memory: KvMemory,
     pub(crate) board: Board,
     pub(crate) host: HostServicesHandle,
+    /// Set when the prefix cache is opened.
+    pub(crate) prefix: OnceLock<Prefix>,
 }
 
 impl Shared {
@@ -29,10 +36,26 @@ impl Shared {
         self.host.completed_epoch()
     }
 
+    /// Adds to one of the cache's counters.
+    pub(crate) fn count(&self, name: &str, by: u64) {
+        self.host.count(&self.key, name, by);
+    }
+
     /// Pages for this many tokens.
     pub(crate) fn pages_for(&self, tokens: u32) -> u32 {
         tokens.div_ceil(self.facts.page_size)
     }
+}
+
+/// How the prefix cache was used.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct PrefixUse {
+    /// Requests that asked.
+    pub(crate) lookups: u64,
+    /// Those of them that found something.
+    pub(crate) hits: u64,
+    /// Tokens that they found.
+    pub(crate) hit_tokens: u64,
 }
 
 /// Streams, pages and steps in flight.
@@ -49,7 +72,10 @@ pub(crate) struct State {
     /// Counts admissions.
     pub(crate) admissions: u64,
     /// Pages on their way back to the pool; kept for its memory.
-    outgoing: Vec<u32>,
+    pub(crate) outgoing: Vec<u32>,
+    /// Requests whose pages have become whole in the call that runs; kept for its memory.
+    pub(crate) ended: Vec<RequestId>,
+    pub(crate) prefix_use: PrefixUse,
     page_size: u32,
     tables: u64,
 }
@@ -65,6 +91,8 @@ impl State {
             last_epoch: 0,
             admissions: 0,
             outgoing: Vec::new(),
+            ended: Vec::new(),
+            prefix_use: PrefixUse::default(),
             page_size: facts.page_size,
             tables: 0,
         }
@@ -93,6 +121,7 @@ impl State {
         shared: &Shared,
         request: RequestId,
         overrides: &RequestOverrides<'_>,
+        chain: Chain,
     ) -> Result<()> {
         if request.is_padding() {
             return Ok(());
@@ -110,10 +139,21 @@ impl State {
         }
         let prompt = u32::try_from(overrides.prompt().len()).unwrap_or(u32::MAX);
         let tokens = prompt.saturating_add(overrides.max_new_tokens());
-        let pages = shared.pages_for(tokens.min(shared.facts.max_seq_len)).min(self.pool.usable());
-        self.requests.insert(request, pages as usize + 1);
+        let pages = shared.pages_for(tokens.min(shared.facts.max_seq_len));
+        if pages > self.pool.usable() {
+            // It would run until the pool is full, and then fail however long it waited.
+            let (need, have) = (u64::from(pages), u64::from(self.pool.usable()));
+            let message = format!(
+                "{prompt} prompt tokens and up to {} generated ones need {need} pages of {} tokens; \
+                 the pool has {have} in all: shorten the request, or raise `pages`",
+                overrides.max_new_tokens(),
+                self.page_size
+            );
+            return Err(ResourceError::invalid(message).with_amounts(need, have));
+        }
+        self.requests.insert(request, pages as usize + 1, chain);
         let table = self.new_table();
-        let id = StreamId { request, label: resource_api::LabelId::MAIN };
+        let id = StreamId { request, label: LabelId::MAIN };
         if let Some(main) = self.requests.get_mut(id) {
             main.table = table;
         }
@@ -128,6 +168,10 @@ impl State {
             return;
         }
         self.forget(shared, request);
+        self.return_lease(shared, request);
+        if let Some((_, chain)) = self.requests.main_and_chain(request) {
+            chain.restart();
+        }
         let mut nth = 0;
         while let Some(label) = self.requests.nth_label(request, nth) {
             let id = StreamId { request, label };
@@ -210,9 +254,20 @@ impl State {
     }
 
     /// Sets the committed length back to `len` and releases the pages that are no longer needed.
-    pub(crate) fn rewind(&mut self, shared: &Shared, id: StreamId, len: u32) {
+    ///
+    /// # Errors
+    /// `EXHAUSTED` when the last page left is shared and there is none for a copy; nothing changes.
+    pub(crate) fn rewind(&mut self, shared: &Shared, id: StreamId, len: u32) -> Result<()> {
         let needed = shared.pages_for(len) as usize;
-        let Some(stream) = self.requests.get_mut(id) else { return };
+        if !len.is_multiple_of(self.page_size) {
+            self.make_writable(shared, id, needed - 1)?;
+        }
+        if let Some((_, chain)) =
+            self.requests.main_and_chain(id.request).filter(|_| id.label == LabelId::MAIN)
+        {
+            chain.rewind(len);
+        }
+        let Some(stream) = self.requests.get_mut(id) else { return Ok(()) };
         stream.len = len;
         stream.generation += 1;
         let held = stream.pages.len();
@@ -220,6 +275,30 @@ impl State {
             self.release_range(shared, id, needed..held);
         }
         self.publish(shared, id);
+        Ok(())
+    }
+
+    /// Sees to it that a page of a stream may be written to.
+    fn make_writable(&mut self, shared: &Shared, id: StreamId, at: usize) -> Result<()> {
+        let page = self.requests.get(id).and_then(|s| s.pages.get(at)).copied();
+        let Some(page) = page.filter(|&page| self.pool.is_sealed(page)) else { return Ok(()) };
+        if self.pool.owners(page) == 1 {
+            self.pool.unseal(page);
+            return Ok(());
+        }
+        let copy = self.take_one(shared).ok_or_else(|| crate::prefix::no_page(id.request))?;
+        if let Err(e) = shared.memory.copy_page(page, copy) {
+            self.pool.put_back(copy);
+            return Err(e);
+        }
+        let table = self.new_table();
+        if let Some(stream) = self.requests.get_mut(id) {
+            stream.pages[at] = copy;
+            stream.table = table;
+        }
+        let completed = shared.completed_epoch();
+        self.pool.release(page, self.last_epoch, completed);
+        Ok(())
     }
 
     /// Shows a stream to those without the lock.

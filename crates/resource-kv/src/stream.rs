@@ -2,6 +2,8 @@
 
 use resource_api::{LabelId, RequestId};
 
+use crate::chain::Chain;
+
 /// Seat of a stream that has none.
 pub(crate) const NO_SEAT: u32 = 0;
 
@@ -73,6 +75,8 @@ struct Request {
     main: Stream,
     /// The others that were opened, in that order.
     others: Vec<(LabelId, Stream)>,
+    /// What is known of the tokens of `main`.
+    chain: Chain,
 }
 
 /// All streams of live requests, by request slot.
@@ -93,7 +97,7 @@ impl Requests {
     }
 
     /// Makes a request live in a vacant slot, with an empty stream `main`.
-    pub(crate) fn insert(&mut self, request: RequestId, pages: usize) {
+    pub(crate) fn insert(&mut self, request: RequestId, pages: usize, chain: Chain) {
         let index = request.index();
         if self.slots.len() <= index {
             self.slots.resize_with(index + 1, Request::default);
@@ -101,6 +105,7 @@ impl Requests {
         let slot = &mut self.slots[index];
         slot.generation = request.generation;
         slot.main.pages.reserve(pages);
+        slot.chain = chain;
     }
 
     /// Makes the slot vacant. Its streams have been emptied before.
@@ -108,6 +113,7 @@ impl Requests {
         let slot = &mut self.slots[request.index()];
         slot.generation = 0;
         slot.others.clear();
+        slot.chain = Chain::default();
         // The list's memory serves the next owner of the slot.
         let pages = std::mem::take(&mut slot.main.pages);
         slot.main = Stream { pages, ..Stream::default() };
@@ -135,6 +141,21 @@ impl Requests {
             LabelId::MAIN => Some(&mut slot.main),
             label => slot.others.iter_mut().find(|(l, _)| *l == label).map(|(_, s)| s),
         }
+    }
+
+    /// A live request's stream `main` and what is known of its tokens.
+    pub(crate) fn main_and_chain(
+        &mut self,
+        request: RequestId,
+    ) -> Option<(&mut Stream, &mut Chain)> {
+        let slot = self.slots.get_mut(request.index())?;
+        let is_live = slot.generation == request.generation && slot.generation != 0;
+        is_live.then_some((&mut slot.main, &mut slot.chain))
+    }
+
+    /// What is known of the tokens of all live requests.
+    pub(crate) fn chains(&self) -> impl Iterator<Item = &Chain> {
+        self.slots.iter().filter(|r| r.generation > 0).map(|r| &r.chain)
     }
 
     /// Opens a stream of a live request; it must not be open.
@@ -182,12 +203,12 @@ mod tests {
     #[test]
     fn a_late_copy_of_an_id_finds_nothing() {
         let mut requests = Requests::default();
-        requests.insert(RequestId::new(3, 1), 0);
+        requests.insert(RequestId::new(3, 1), 0, Chain::default());
         requests.get_mut(id(3, 1, 0)).unwrap().len = 5;
         requests.open(id(3, 1, 2), 1).len = 6;
         requests.remove(RequestId::new(3, 1));
         assert!(requests.get(id(3, 1, 0)).is_none());
-        requests.insert(RequestId::new(3, 2), 0);
+        requests.insert(RequestId::new(3, 2), 0, Chain::default());
         assert!(requests.get(id(3, 1, 0)).is_none() && requests.get(id(3, 2, 2)).is_none());
         assert_eq!(requests.get(id(3, 2, 0)).unwrap().len, 0);
         assert!(requests.get(id(9, 0, 0)).is_none() && requests.get(id(0, 0, 0)).is_none());

@@ -6,7 +6,7 @@ use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
 
 use common::*;
-use resource_api::{RequestOverrides, Resource, TensorView};
+use resource_api::{PrefixWalk, RequestOverrides, Resource, TensorView, WalkId};
 
 thread_local! {
     static ALLOCATIONS: Cell<u64> = const { Cell::new(0) };
@@ -33,8 +33,11 @@ static COUNTING: Counting = Counting;
 #[test]
 fn steps_allocate_nothing_once_a_batch_is_running() {
     let cache = cache(4, 400, 200);
+    let walk = PrefixWalk { label: MAIN, write: WalkId(0), decode: WalkId(0) };
+    assert!(cache.resource.enable_prefix_cache(b"", vec![walk]).unwrap());
     for slot in 0..8 {
-        let overrides = RequestOverrides::new("", &[1; 10], 180);
+        let tokens = [slot; 10];
+        let overrides = RequestOverrides::new("", &tokens, 180);
         cache.resource.ingest_request(rid(slot), &overrides).unwrap();
     }
     let prompt: Vec<(u32, u32, u32)> = (0..8).map(|slot| (slot, 0, 10)).collect();
@@ -46,6 +49,8 @@ fn steps_allocate_nothing_once_a_batch_is_running() {
         let (rows, shape) = if id == 0 { (&prompt, &wide) } else { (&decode, &narrow) };
         // Built outside of what is counted: the host's part.
         let mut step = Step { slot: (id % 2) as u32, ..Step::new(id, rows) };
+        step.token_ids = rows.iter().flat_map(|r| vec![r.0; r.2 as usize]).collect();
+        let outputs: Vec<u32> = (0..8).collect();
         let rows = TensorView::from_slice(&data[..shape.iter().product()], shape);
         let before = ALLOCATIONS.get();
         // Every other step is planned ahead first.
@@ -64,10 +69,13 @@ fn steps_allocate_nothing_once_a_batch_is_running() {
             .unwrap();
         }
         cache.commit(&step).unwrap();
+        step.call(&[], |_, c| cache.resource.on_outputs(c, &step.request, &outputs)).unwrap();
         let counted = if id < 4 { &mut warming_up } else { &mut after_warm_up };
         *counted += ALLOCATIONS.get() - before;
     }
     assert_eq!(cache.len(0, 0), 159);
     assert!(warming_up > 0, "allocations are counted");
     assert_eq!(after_warm_up, 0);
+    let state: serde_json::Value = serde_json::from_str(&cache.resource.inspect()).unwrap();
+    assert_eq!(state["prefix"]["pages"], 8 * (159 / 4), "every whole page was indexed");
 }

@@ -146,6 +146,8 @@ pub struct Step {
     pub span: Vec<u32>,
     pub options: Option<KvStepOptions>,
     pub preplan: bool,
+    pub walk: u32,
+    pub token_ids: Vec<u32>,
 }
 
 impl Step {
@@ -176,6 +178,9 @@ impl Step {
     ) -> R {
         let segments = Segments { request: &self.request, label: &self.label, span: &self.span };
         let mut step = ResourceStep::new(segments);
+        if !self.token_ids.is_empty() {
+            step = step.with_token_ids(&self.token_ids);
+        }
         if let Some(options) = &self.options {
             step = step.with_options(TypedRef::new(options));
         }
@@ -183,7 +188,7 @@ impl Step {
             step: StepId(self.id),
             epoch: self.id,
             node: NodeId(0),
-            graph_walk: WalkId(0),
+            graph_walk: WalkId(self.walk),
             lease: SlotLease::eager(self.slot, self.id as u32),
             capture: false,
             is_preplan: self.preplan,
@@ -194,7 +199,7 @@ impl Step {
 
 impl Cache {
     pub fn ingest(&self, slot: u32) {
-        self.resource.ingest_request(rid(slot), &RequestOverrides::new("", &[1, 2], 8)).unwrap();
+        self.resource.ingest_request(rid(slot), &RequestOverrides::new("", &[1, 2], 2)).unwrap();
     }
 
     pub fn admit(&self, step: &Step) -> AdmitOutcome {

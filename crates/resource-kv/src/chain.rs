@@ -1,0 +1,186 @@
+//! What is known of the tokens of a request's `main` stream, and the keys of their pages.
+
+use resource_api::{RequestOverrides, Result};
+use serde::Deserialize;
+
+use crate::keys::{Key, Link, link, short};
+use crate::state::Shared;
+
+/// What a request may say about the cache.
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct RequestSettings {
+    /// Whether its pages are shared with other requests.
+    #[serde(default = "yes")]
+    prefix_cache: bool,
+    /// Only requests with the same salt share pages.
+    #[serde(default)]
+    prefix_salt: String,
+}
+
+fn yes() -> bool {
+    true
+}
+
+/// The tokens of a request: its prompt, then what it generated. They stay through a reset, since the
+/// request stays what it is.
+#[derive(Debug, Default)]
+pub(crate) struct Chain {
+    root: Link,
+    tokens: Vec<u32>,
+    /// Links of whole pages, as far as they were needed.
+    links: Vec<Link>,
+    prompt: u32,
+    /// Sampled tokens that the host has told of.
+    outputs: u32,
+    page_size: u32,
+    /// Whether the tokens are known at all and may be shared.
+    keyed: bool,
+    /// Whether what the stream holds is these tokens.
+    pub(crate) holds: bool,
+    /// Leading pages of the stream that the index has, or had under another page.
+    pub(crate) indexed: u32,
+    /// Pages found for the request that the stream does not have yet. Each counts it as an owner.
+    pub(crate) lease: Vec<u32>,
+    /// Tokens that the stream took over from the cache.
+    pub(crate) adopted: u32,
+}
+
+impl Chain {
+    /// The chain of a new request, with the keys of its prompt's pages. Needs no lock.
+    ///
+    /// # Errors
+    /// `INVALID` naming the setting of the request.
+    pub(crate) fn new(shared: &Shared, overrides: &RequestOverrides<'_>) -> Result<Chain> {
+        let settings: Option<RequestSettings> = overrides.parse()?;
+        let prompt = overrides.prompt();
+        let page_size = shared.facts.page_size;
+        let salt = settings.as_ref().map_or("", |s| &s.prefix_salt);
+        let wanted = settings.as_ref().is_none_or(|s| s.prefix_cache);
+        let (Some(prefix), true, false) = (shared.prefix.get(), wanted, prompt.is_empty()) else {
+            return Ok(Chain::default());
+        };
+        let most = shared.facts.max_seq_len as usize;
+        if prompt.len() > most {
+            return Ok(Chain::default());
+        }
+        // Steps must not allocate, so there is room for all that may come.
+        let capacity = (prompt.len() + overrides.max_new_tokens() as usize).min(most);
+        let mut tokens = Vec::with_capacity(capacity);
+        tokens.extend_from_slice(prompt);
+        let mut chain = Chain {
+            root: prefix.root(salt),
+            tokens,
+            links: Vec::with_capacity(capacity / page_size as usize),
+            prompt: prompt.len() as u32,
+            page_size,
+            keyed: true,
+            holds: true,
+            ..Chain::default()
+        };
+        chain.extend_links(prompt.len() as u32 / page_size);
+        Ok(chain)
+    }
+
+    /// Starts again with an empty stream.
+    pub(crate) fn restart(&mut self) {
+        self.holds = self.keyed;
+        (self.indexed, self.adopted) = (0, 0);
+    }
+
+    /// Notes that `span` tokens went into the stream after the first `start`; `ids` says which, if
+    /// anyone knows. Generated ones may be told of later, by [`Chain::output`].
+    #[inline]
+    pub(crate) fn feed(&mut self, start: u32, span: u32, ids: Option<&[u32]>) {
+        let from = start as usize;
+        match ids {
+            Some(ids) => {
+                let known = self.tokens.get(from..).unwrap_or(&[]);
+                let same = known.len().min(ids.len());
+                if known[..same] != ids[..same] || from > self.tokens.len() {
+                    return self.diverge(start, ids);
+                }
+                self.tokens.extend_from_slice(&ids[same..]);
+            }
+            None => self.holds &= start >= self.prompt && span > 0,
+        }
+    }
+
+    /// A step fed something else than what was said to come.
+    fn diverge(&mut self, start: u32, ids: &[u32]) {
+        if start < self.prompt || start as usize > self.tokens.len() {
+            self.holds = false;
+            return;
+        }
+        self.truncate(start);
+        self.tokens.extend_from_slice(ids);
+    }
+
+    /// Forgets tokens past the first `len`.
+    fn truncate(&mut self, len: u32) {
+        self.tokens.truncate(len as usize);
+        self.links.truncate((len / self.page_size) as usize);
+    }
+
+    /// Learns the next token that was sampled.
+    #[inline]
+    pub(crate) fn output(&mut self, id: u32) {
+        let at = self.prompt as usize + self.outputs as usize;
+        self.outputs += 1;
+        // It may have been fed already, and what was fed counts.
+        if at == self.tokens.len() && self.keyed {
+            self.tokens.push(id);
+        }
+    }
+
+    /// The stream was cut to `len` tokens: what was only tried out is forgotten.
+    pub(crate) fn rewind(&mut self, len: u32) {
+        if !self.keyed {
+            return;
+        }
+        let decided = self.prompt.saturating_add(self.outputs).max(len);
+        if (decided as usize) < self.tokens.len() {
+            self.truncate(decided);
+        }
+        self.indexed = self.indexed.min(len / self.page_size);
+    }
+
+    /// Whether the page after those indexed is whole in a stream of `len` tokens and known.
+    #[inline]
+    pub(crate) fn has_ended_page(&self, len: u32) -> bool {
+        let end = (self.indexed + 1) * self.page_size;
+        self.holds && end <= len && end as usize <= self.tokens.len()
+    }
+
+    /// Whole pages of a stream of `len` tokens that are known.
+    pub(crate) fn whole_pages(&self, len: u32) -> u32 {
+        len.min(self.tokens.len() as u32) / self.page_size
+    }
+
+    /// Pages that can be skipped: at least one token is left to compute.
+    pub(crate) fn skippable_pages(&self) -> u32 {
+        match self.keyed {
+            true => (self.tokens.len() as u32).saturating_sub(1) / self.page_size,
+            false => 0,
+        }
+    }
+
+    /// Makes sure that the links of the first `pages` pages, which are whole, are there.
+    pub(crate) fn extend_links(&mut self, pages: u32) {
+        let size = self.page_size as usize;
+        for page in self.links.len()..pages as usize {
+            let parent = self.links.last().unwrap_or(&self.root);
+            self.links.push(link(parent, &self.tokens[page * size..(page + 1) * size]));
+        }
+    }
+
+    /// Keys of pages `from..to`, which [`Chain::extend_links`] has made.
+    pub(crate) fn keys(&self, from: u32, to: u32) -> impl DoubleEndedIterator<Item = Key> + '_ {
+        self.links[from as usize..to as usize].iter().map(short)
+    }
+
+    /// Whether these are the first tokens.
+    pub(crate) fn starts_with(&self, ids: &[u32]) -> bool {
+        self.tokens.starts_with(ids)
+    }
+}

@@ -1,0 +1,307 @@
+//! Random requests over a small pool with the prefix cache on. The reference knows, for every prefix of
+//! whole pages, whether somebody has computed it; whatever the cache hands out must hold exactly the
+//! tokens of the request that takes it.
+
+mod common;
+
+use std::collections::{HashMap, HashSet};
+
+use common::*;
+use proptest::prelude::*;
+use resource_api::{
+    KvCache, KvPlan, NodeId, PrefixInputs, PrefixWalk, RequestOverrides, Resource, WalkId,
+};
+use serde_json::Value;
+
+const PAGE: u32 = 3;
+const PAGES: u32 = 12;
+const MAX: u32 = PAGES * PAGE;
+const WALK: WalkId = WalkId(0);
+
+#[derive(Clone, Copy, Debug)]
+enum Fate {
+    Commit,
+    RollBack,
+    Stage,
+    RemoveInFlight,
+}
+
+#[derive(Clone, Debug)]
+enum Op {
+    /// A request whose prompt takes one of a few branches at every page, so that many begin alike.
+    Ingest(u32, Vec<u32>),
+    Resolve(u32),
+    /// Takes over this share of what was found, of 4.
+    Apply(u32, u32),
+    /// Feeds up to so many tokens: what is left of those known, then generated ones.
+    Feed(Vec<(u32, u32)>, Fate),
+    Rewind(u32, u32),
+    Reset(u32, bool),
+    Remove(u32),
+}
+
+fn op() -> impl Strategy<Value = Op> {
+    let slot = || 0..4u32;
+    let fate = prop_oneof![
+        6 => Just(Fate::Commit),
+        1 => Just(Fate::RollBack),
+        2 => Just(Fate::Stage),
+        1 => Just(Fate::RemoveInFlight),
+    ];
+    let rows = proptest::collection::vec((slot(), 1..8u32), 1..4).prop_map(|mut rows| {
+        rows.sort();
+        rows.dedup_by_key(|r| r.0);
+        rows
+    });
+    prop_oneof![
+        3 => (slot(), proptest::collection::vec(0..2u32, 1..14)).prop_map(|(s, p)| Op::Ingest(s, p)),
+        3 => slot().prop_map(Op::Resolve),
+        3 => (slot(), 0..5u32).prop_map(|(s, n)| Op::Apply(s, n)),
+        8 => (rows, fate).prop_map(|(r, f)| Op::Feed(r, f)),
+        1 => (slot(), 0..MAX).prop_map(|(s, n)| Op::Rewind(s, n)),
+        1 => (slot(), any::<bool>()).prop_map(|(s, f)| Op::Reset(s, f)),
+        2 => slot().prop_map(Op::Remove),
+    ]
+}
+
+#[derive(Debug, Default)]
+struct Request {
+    generation: u32,
+    /// Prompt, then what was generated.
+    tokens: Vec<u32>,
+    /// How many of them the stream holds.
+    len: usize,
+    found: u32,
+    asked: bool,
+}
+
+struct Run {
+    cache: Cache,
+    live: HashMap<u32, Request>,
+    generations: u32,
+    next_step: u64,
+    /// Every prefix of whole pages that was ever computed.
+    computed: HashSet<Vec<u32>>,
+}
+
+impl Run {
+    fn new() -> Self {
+        let cache = cache(PAGE, PAGES, MAX);
+        let walk = PrefixWalk { label: MAIN, write: WALK, decode: WALK };
+        assert!(cache.resource.enable_prefix_cache(b"", vec![walk]).unwrap());
+        let (live, computed) = Default::default();
+        Run { cache, live, generations: 0, next_step: 1, computed }
+    }
+
+    fn rid(&self, slot: u32) -> resource_api::RequestId {
+        let generation = self.live.get(&slot).map_or(u32::MAX, |r| r.generation);
+        resource_api::RequestId::new(slot, generation)
+    }
+
+    fn apply(&mut self, op: &Op) {
+        match op {
+            Op::Ingest(slot, prompt) => self.ingest(*slot, prompt),
+            Op::Resolve(slot) => self.resolve(*slot),
+            Op::Apply(slot, share) => self.take_over(*slot, *share),
+            Op::Feed(rows, fate) => self.feed(rows, *fate),
+            Op::Rewind(slot, len) => self.rewind(*slot, *len),
+            Op::Reset(slot, free) => {
+                self.cache.resource.reset_request(self.rid(*slot), *free).unwrap();
+                if let Some(r) = self.live.get_mut(slot) {
+                    (r.len, r.found, r.asked) = (0, 0, false);
+                }
+            }
+            Op::Remove(slot) => {
+                self.cache.resource.remove_request(self.rid(*slot)).unwrap();
+                self.live.remove(slot);
+            }
+        }
+        self.check();
+    }
+
+    fn ingest(&mut self, slot: u32, branches: &[u32]) {
+        if self.live.contains_key(&slot) {
+            return;
+        }
+        // A page's tokens all follow from its branch; one more may end the prompt within a page.
+        let tokens: Vec<u32> =
+            branches.iter().enumerate().map(|(i, b)| 10 * i as u32 / PAGE + b * 500).collect();
+        self.generations += 1;
+        let generation = self.generations;
+        self.live
+            .insert(slot, Request { generation, tokens: tokens.clone(), ..Request::default() });
+        let overrides = RequestOverrides::new("", &tokens, MAX - tokens.len() as u32);
+        self.cache.resource.ingest_request(self.rid(slot), &overrides).unwrap();
+    }
+
+    fn resolve(&mut self, slot: u32) {
+        let rid = self.rid(slot);
+        let found = self.cache.resource.resolve_cached_prefix(rid, NodeId(0), WALK).unwrap();
+        let Some(r) = self.live.get_mut(&slot) else { return assert_eq!(found, None) };
+        if r.len > 0 {
+            return;
+        }
+        let found = found.unwrap_or(0);
+        if r.asked && r.found > 0 {
+            assert_eq!(found, r.found, "asked again");
+        }
+        assert!(found.is_multiple_of(PAGE) && (found as usize) < r.tokens.len());
+        // Nothing is found that nobody has computed.
+        assert!(found == 0 || self.computed.contains(&r.tokens[..found as usize]));
+        (r.found, r.asked) = (found, true);
+    }
+
+    fn take_over(&mut self, slot: u32, share: u32) {
+        let rid = self.rid(slot);
+        let Some(r) = self.live.get_mut(&slot).filter(|r| r.found > 0 && r.len == 0) else {
+            return;
+        };
+        let matched = r.found * share.min(4) / 4;
+        let inputs = PrefixInputs::new(&r.tokens);
+        let done = self.cache.resource.apply_cached_prefix(rid, NodeId(0), WALK, &inputs, matched);
+        // Only a cut within a page needs one of its own, and may find none.
+        match done {
+            Ok(()) => r.len = matched as usize,
+            Err(e) => assert!(!matched.is_multiple_of(PAGE), "{e}"),
+        }
+        (r.found, r.asked) = (0, false);
+    }
+
+    fn feed(&mut self, rows: &[(u32, u32)], fate: Fate) {
+        self.next_step += 1;
+        let mut step = Step { slot: (self.next_step % 3) as u32, ..Step::new(self.next_step, &[]) };
+        let mut ids = Vec::new();
+        for &(slot, most) in rows {
+            // A host that asked takes the answer over before it goes on.
+            let Some(r) = self.live.get(&slot).filter(|r| r.found == 0) else { continue };
+            let left = r.tokens.len() - r.len;
+            let span = if left == 0 { 1 } else { left.min(most as usize) };
+            if r.len + span > MAX as usize {
+                continue;
+            }
+            let mut own = r.tokens[r.len..r.len + span.min(left)].to_vec();
+            own.resize(span, 1000 + (self.next_step as u32 % 2));
+            step.request.push(self.rid(slot));
+            step.label.push(MAIN);
+            step.span.push(span as u32);
+            ids.extend(own);
+        }
+        if ids.is_empty() {
+            return;
+        }
+        step.token_ids.clone_from(&ids);
+        step.preplan = matches!(fate, Fate::Stage);
+        let free = self.cache.kv.free_pages();
+        let outcome = self.cache.admit(&step);
+        if !outcome.is_ready() {
+            assert!(free < self.need(&step), "{}", outcome.message());
+            return;
+        }
+        assert!(free >= self.need(&step));
+        let mut filed = self.cache.plan(&step).unwrap();
+        match fate {
+            Fate::RollBack => return self.cache.rollback(&step),
+            Fate::RemoveInFlight => {
+                if let Some(&rid) = step.request.first() {
+                    self.cache.resource.remove_request(rid).unwrap();
+                    self.live.remove(&rid.slot);
+                    filed = self.cache.plan(&step).unwrap();
+                }
+            }
+            Fate::Stage => {
+                step.preplan = false;
+                assert!(self.cache.admit(&step).is_ready());
+                filed = self.cache.plan(&step).unwrap();
+            }
+            Fate::Commit => {}
+        }
+        let values: Vec<f32> = ids.iter().map(|&t| t as f32).collect();
+        self.cache.write(&step, filed, MAIN, &values);
+        let plan = filed.open::<KvPlan>().unwrap();
+        let mut first = 0;
+        for (row, &rid) in step.request.iter().enumerate() {
+            let span = step.span[row] as usize;
+            let own = &ids[first..first + span];
+            first += span;
+            let Some(r) = self.live.get_mut(&rid.slot).filter(|r| r.generation == rid.generation)
+            else {
+                continue;
+            };
+            let known = (r.tokens.len() - r.len).min(span);
+            r.tokens.extend(&own[known..]);
+            r.len += span;
+            let read: Vec<u32> =
+                self.cache.history(plan, row).into_iter().map(|v| v as u32).collect();
+            assert_eq!(read, r.tokens[..r.len], "what {rid} reads");
+            for pages in 1..=r.len / PAGE as usize {
+                self.computed.insert(r.tokens[..pages * PAGE as usize].to_vec());
+            }
+        }
+        self.cache.commit(&step).unwrap();
+    }
+
+    /// Pages that a step takes; what a stream holds follows from its length.
+    fn need(&self, step: &Step) -> u64 {
+        let of = |(rid, span): (&resource_api::RequestId, &u32)| {
+            let len = self.live[&rid.slot].len as u32;
+            let held = self.held(rid.slot).max(len.div_ceil(PAGE));
+            u64::from((len + span).div_ceil(PAGE).saturating_sub(held))
+        };
+        step.request.iter().zip(&step.span).map(of).sum()
+    }
+
+    fn inspect(&self) -> Value {
+        serde_json::from_str(&self.cache.resource.inspect()).unwrap()
+    }
+
+    /// A reset may leave pages with a stream.
+    fn held(&self, slot: u32) -> u32 {
+        let name = self.rid(slot).to_string();
+        let state = self.inspect();
+        let streams = state["streams"].as_array().unwrap();
+        let own = streams.iter().find(|s| s["request"] == name.as_str());
+        own.map_or(0, |s| s["pages"].as_u64().unwrap() as u32)
+    }
+
+    fn rewind(&mut self, slot: u32, len: u32) {
+        let rid = self.rid(slot);
+        let Some(r) = self.live.get_mut(&slot) else { return };
+        // Before what was said of the prompt only a reset goes.
+        if (len as usize) < r.len && r.found == 0 {
+            match self.cache.kv.correct_len(rid, MAIN, len) {
+                Ok(()) => r.len = len as usize,
+                Err(e) => assert!(e.message().contains("no page is free"), "{e}"),
+            }
+        }
+    }
+
+    fn check(&self) {
+        self.cache.conserved();
+        for (&slot, r) in &self.live {
+            assert_eq!(self.cache.kv.stream_len(self.rid(slot), MAIN).unwrap() as usize, r.len);
+        }
+        let state = self.inspect();
+        let pages = |name: &str| state["pages"][name].as_u64().unwrap();
+        assert_eq!(self.cache.kv.free_pages(), pages("free") + pages("cached"));
+        assert!(pages("peak") <= u64::from(PAGES));
+        assert!(pages("cached") <= state["prefix"]["pages"].as_u64().unwrap());
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { failure_persistence: None, ..Default::default() })]
+
+    #[test]
+    fn whatever_is_shared_holds_the_tokens_of_those_who_share_it(
+        ops in proptest::collection::vec(op(), 1..80)
+    ) {
+        let mut run = Run::new();
+        ops.iter().for_each(|op| run.apply(op));
+        let hits = run.inspect()["prefix"]["hits"].as_u64().unwrap();
+        if ops.len() > 70 && hits > 0 {
+            // Everything that was taken can be given back.
+            (0..4).for_each(|slot| run.apply(&Op::Remove(slot)));
+            assert_eq!(run.cache.kv.free_pages(), u64::from(PAGES));
+        }
+    }
+}
