@@ -18,10 +18,17 @@ pub enum Architecture {
     Qwen2,
     /// Qwen 3: Llama with an RMS norm on each head of q and k.
     Qwen3,
+    /// Gemma 3, text: norms after attention and feed-forward too, GELU, and layers that see only a
+    /// window. Read from GGUF files.
+    Gemma3,
 }
 
 impl Architecture {
-    const ALL: [Self; 3] = [Self::Llama, Self::Qwen2, Self::Qwen3];
+    /// Those that GGUF files are read of.
+    const IN_GGUF: &[Self] = &[Self::Llama, Self::Qwen2, Self::Qwen3, Self::Gemma3];
+    /// Those that Hugging Face directories are read of. Gemma 3 stores its norms as differences
+    /// from 1 there.
+    const IN_HF: &[Self] = &[Self::Llama, Self::Qwen2, Self::Qwen3];
 
     /// The name in GGUF's `general.architecture` and in Hugging Face's `model_type`.
     pub fn name(self) -> &'static str {
@@ -29,12 +36,14 @@ impl Architecture {
             Self::Llama => "llama",
             Self::Qwen2 => "qwen2",
             Self::Qwen3 => "qwen3",
+            Self::Gemma3 => "gemma3",
         }
     }
 
-    fn from_name(key: &str, name: &str) -> Result<Self> {
-        Self::ALL.into_iter().find(|a| a.name() == name).ok_or_else(|| {
-            let known = Self::ALL.map(Self::name).join(", ");
+    fn from_name(key: &str, name: &str, known: &[Self]) -> Result<Self> {
+        known.iter().copied().find(|a| a.name() == name).ok_or_else(|| {
+            let known: Vec<_> = known.iter().map(|a| a.name()).collect();
+            let known = known.join(", ");
             let name = crate::error::quoted(name);
             Error::config(format!("{key} = {name} is not supported; supported: {known}"))
         })
@@ -65,6 +74,21 @@ pub struct ModelConfig {
     pub qkv_bias: bool,
     /// Whether each head of q and k goes through an RMS norm before rope.
     pub qk_norm: bool,
+    /// Whether what attention and the feed-forward part give goes through an RMS norm before it is
+    /// added to the residual stream.
+    pub post_norms: bool,
+    /// What the gate of the feed-forward part goes through.
+    pub activation: Activation,
+    /// What rows of the embedding are multiplied with on their way in.
+    pub embedding_scale: Option<f32>,
+    /// Factor of attention's scores; `1 / sqrt(head_dim)` when absent.
+    pub attention_scale: Option<f32>,
+    /// Bound of attention's scores: `cap * tanh(score / cap)`.
+    pub attention_softcap: Option<f32>,
+    /// Bound of the logits, in the same form.
+    pub logit_softcap: Option<f32>,
+    /// Layers that see only the tokens just before, if the model has such layers.
+    pub local: Option<LocalLayers>,
     /// Whether the output matrix is the embedding. What the file says; when it says so and stores an
     /// output matrix all the same, [`Weights::lm_head`](crate::Weights::lm_head) gives the stored one.
     pub tied_embeddings: bool,
@@ -76,6 +100,26 @@ pub struct ModelConfig {
     pub eos: Vec<u32>,
     /// End of turn, where the file names it apart from `eos`.
     pub eot: Option<u32>,
+}
+
+/// The function of a feed-forward gate.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Activation {
+    /// `x * sigmoid(x)`.
+    Silu,
+    /// GELU in its form with tanh.
+    GeluTanh,
+}
+
+/// Layers whose tokens see a window instead of everything before them.
+#[derive(Debug, Clone, PartialEq)]
+pub struct LocalLayers {
+    /// Which ones, ascending.
+    pub layers: Vec<usize>,
+    /// Tokens that a token sees there, itself included.
+    pub window: usize,
+    /// Base of their rope frequencies, to which no scaling applies.
+    pub rope_theta: f64,
 }
 
 /// Largest accepted sizes. Far above any model; their products stay within 64 bits.
@@ -97,6 +141,9 @@ struct Keys {
     rms_eps: String,
     rope_theta: String,
     rope_dim: String,
+    local_rope_theta: String,
+    attention_softcap: String,
+    logit_softcap: String,
     vocab: String,
     bos: String,
     eos: String,
@@ -140,6 +187,19 @@ impl ModelConfig {
             return fail(format!("{} = {} must be between 0 and 1", keys.rms_eps, self.rms_eps));
         }
         rope.check()?;
+        if let Some(theta) = self.local.as_ref().map(|l| l.rope_theta)
+            && !(theta.is_finite() && theta > 0.0)
+        {
+            return fail(format!("{} = {theta} must be above 0", keys.local_rope_theta));
+        }
+        for (key, cap) in [
+            (&keys.attention_softcap, self.attention_softcap),
+            (&keys.logit_softcap, self.logit_softcap),
+        ] {
+            if let Some(cap) = cap.filter(|cap| !(cap.is_finite() && *cap > 0.0)) {
+                return fail(format!("{key} = {cap} must be above 0"));
+            }
+        }
         let ids = [(&keys.bos, self.bos), (&keys.eot, self.eot)];
         let eos = self.eos.iter().map(|&id| (&keys.eos, Some(id)));
         for (key, id) in ids.into_iter().chain(eos) {

@@ -1,10 +1,10 @@
-//! The decoder stack of Llama, Qwen 2 and Qwen 3 as a [`Node`].
+//! The decoder stack of Llama, Qwen 2, Qwen 3 and Gemma 3 as a [`Node`].
 //!
 //! ```text
-//! x = embed[token]
-//! per layer:  q, k, v = W x̂ (+ bias), x̂ = norm(x); norm per head of q and k (Qwen 3); rope
-//!             x += W_o attention(q, cache of k and v)
-//!             x += W_down (silu(W_gate x̂) * W_up x̂), x̂ = norm(x)
+//! x = embed[token] (* scale)
+//! per layer:  q, k, v = W x̂ (+ bias), x̂ = norm(x); norm per head of q and k (Qwen 3, Gemma 3); rope
+//!             x += (norm) W_o attention(q, cache of k and v)
+//!             x += (norm) W_down (silu(W_gate x̂) * W_up x̂), x̂ = norm(x); GELU in Gemma 3
 //! logits = head norm(x), only for rows that are sampled
 //! ```
 //!
@@ -13,7 +13,7 @@
 
 use std::sync::{Mutex, OnceLock, PoisonError};
 
-use device::{Matrix, Parallel};
+use device::{Matrix, Parallel, ops};
 use resource_api::{
     AttentionHandle, AttentionResource, Bound, EngineLimits, ErrorKind, KvCacheHandle, Positions,
     PositionsHandle, ResourceError, Result, Sampler, SamplerHandle, StepContext, TensorView,
@@ -146,6 +146,9 @@ impl Pass<'_> {
         let hidden = buffers.hidden.first_mut(rows);
         for (&id, row) in token_ids.iter().zip(hidden.chunks_exact_mut(config.hidden)) {
             embed.row(id as usize, row).map_err(device_error)?;
+            if let Some(scale) = config.embedding_scale {
+                ops::scale(row, scale);
+            }
         }
         let mut kv = Bound::new(&self.handles.kv, self.ctx);
         let mut attention = Bound::new(&self.handles.attention, self.ctx);
@@ -158,7 +161,7 @@ impl Pass<'_> {
                 kv.set_default_label(group.label);
                 attention.set_default_label(group.label);
                 let tensors = &mut buffers.attention;
-                self.write_cache(&kv, group, tensors)?;
+                self.write_cache(&kv, index as u32, group, tensors)?;
                 // Past the last layer only what is sampled is read.
                 if !(is_last && buffers.sampled_rows.is_empty()) {
                     self.attend(&attention, group, tensors)?;
@@ -177,6 +180,7 @@ impl Pass<'_> {
     fn write_cache(
         &self,
         kv: &Bound<'_, KvCacheHandle>,
+        layer: u32,
         group: Group,
         tensors: &mut buffers::AttentionBuffers,
     ) -> Result<()> {
@@ -187,8 +191,9 @@ impl Pass<'_> {
         let k = tensors.k.range_mut(group.first, group.tokens);
         let v = tensors.v.range(group.first, group.tokens);
         let mut turned_k = TensorViewMut::from_slice(k, &kv_shape);
-        self.handles.positions.apply_qk(
+        self.handles.positions.apply_qk_layer(
             self.ctx,
+            layer,
             group.label,
             &mut TensorViewMut::from_slice(q, &q_shape),
             &mut turned_k,
@@ -230,6 +235,9 @@ impl Pass<'_> {
             .unwrap_or(embed)
             .matmul(normed, rows, logits, &mut buffers.scratch, self.parallel)
             .map_err(device_error)?;
+        if let Some(cap) = config.logit_softcap {
+            rows::soft_cap(logits, cap, self.parallel);
+        }
 
         // First, since sampling may overwrite the logits.
         for (row, &k) in logits.chunks_exact(config.vocab).zip(input.top_logprobs) {

@@ -27,7 +27,9 @@ pub mod weights;
 
 pub use bytes::SharedBytes;
 pub use chat::{ChatInput, ChatTemplate};
-pub use config::{Architecture, ModelConfig, RopeConfig, RopeLayout, RopeScaling};
+pub use config::{
+    Activation, Architecture, LocalLayers, ModelConfig, RopeConfig, RopeLayout, RopeScaling,
+};
 pub use decoder::Decoder;
 pub use detok::Detokenizer;
 pub use error::{Error, ErrorKind, Result};

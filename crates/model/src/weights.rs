@@ -4,6 +4,7 @@
 //! |---|---|
 //! | `embed.weight` | `[vocab, hidden]` |
 //! | `layers.N.attn_norm.weight`, `layers.N.ffn_norm.weight` | `[hidden]` |
+//! | `layers.N.attn_post_norm.weight`, `.ffn_post_norm.weight` | `[hidden]`; only with `post_norms` |
 //! | `layers.N.attn.q.weight` | `[heads * head_dim, hidden]` |
 //! | `layers.N.attn.k.weight`, `.v.weight` | `[kv_heads * head_dim, hidden]` |
 //! | `layers.N.attn.q.bias`, `.k.bias`, `.v.bias` | one value per row; only with `qkv_bias` |

@@ -30,6 +30,11 @@ impl Cache {
         Ok(Self { index: dependency.index, facts, handle: dependency.capability()? })
     }
 
+    /// Layers.
+    pub fn num_layers(&self) -> u32 {
+        self.facts.num_layers
+    }
+
     /// Elements per head.
     pub fn head_dim(&self) -> u32 {
         self.facts.head_dim

@@ -26,6 +26,7 @@ pub struct PagedCrossAttention {
     /// Cache that packs the queries, and whether it is the one that holds the contexts.
     queries: Option<(Cache, bool)>,
     context: LabelId,
+    scoring: Scoring,
     shape: Shape,
     plans: PlanSlots<AttentionPlan>,
     index: u32,
@@ -62,13 +63,14 @@ impl ResourceKind for PagedCrossAttention {
             .map_err(within)?;
         let scoring =
             Scoring::new(cache.head_dim(), settings.sm_scale, None, None).map_err(within)?;
-        let shape =
-            Shape { scoring, block_tokens: cache.block_tokens(), threads: info.host.threads() };
+        let (block_tokens, threads) = (cache.block_tokens(), info.host.threads());
+        let shape = Shape { window: None, block_tokens, threads };
         Ok(Self {
             context: info.host.label_id(&settings.context_label),
             settings,
             cache,
             queries,
+            scoring,
             shape,
             plans: PlanSlots::new(),
             index: info.index,
@@ -101,7 +103,7 @@ impl Resource for PagedCrossAttention {
     }
 
     fn fingerprint(&self) -> Option<Vec<u8>> {
-        Some(self.shape.scoring.fingerprint(Self::KIND))
+        Some(self.scoring.fingerprint(Self::KIND))
     }
 
     fn plan(&self, step: &ResourceStep<'_>, ctx: &StepContext<'_>) -> Result<Plan> {
@@ -229,7 +231,8 @@ impl CrossAttention for PagedCrossAttention {
             group,
             kv: self.cache.plan(ctx)?,
             cache: &self.cache,
-            scoring: &self.shape.scoring,
+            scoring: &self.scoring,
+            planned_window: None,
             host: &self.host,
         };
         cpu::attend(&work, layer, q, out)

@@ -2,14 +2,14 @@
 
 use crate::cpu::CHUNK;
 use crate::plan::{AttentionPlan, Block, Group, NONE, Row};
-use crate::spec::Scoring;
 use resource_api::LabelId;
+use std::num::NonZeroU32;
 
 /// What blocks are cut by, besides the rows.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Shape {
-    /// How scores are made: the window counts here.
-    pub scoring: Scoring,
+    /// Tokens that a token sees at most in any layer, itself included.
+    pub window: Option<NonZeroU32>,
     /// Most tokens of a block.
     pub block_tokens: u32,
     /// Threads that take part.
@@ -115,7 +115,7 @@ const NO_ROW: Row =
 
 /// Chunks that the first token of a block reads.
 fn chunks(row: &Row, block: &Block, causal: bool, shape: &Shape) -> u32 {
-    let seen = row.visible(block.token, causal, shape.scoring.window);
+    let seen = row.visible(block.token, causal, shape.window);
     match seen.is_empty() {
         true => 0,
         false => (seen.end - 1) / CHUNK - seen.start / CHUNK + 1,
@@ -126,9 +126,8 @@ fn chunks(row: &Row, block: &Block, causal: bool, shape: &Shape) -> u32 {
 fn cut(plan: &mut AttentionPlan, group: &Group, shape: &Shape) {
     let rows = group.first_row as usize..(group.first_row + group.num_rows) as usize;
     let causal = plan.causal;
-    let seen = |row: &Row, token: u32| {
-        u64::from(row.visible(token, causal, shape.scoring.window).len() as u32)
-    };
+    let seen =
+        |row: &Row, token: u32| u64::from(row.visible(token, causal, shape.window).len() as u32);
     let cost = |row: &Row| u64::from(row.tokens) * seen(row, row.tokens.saturating_sub(1));
     let total: u64 = plan.rows[rows.clone()].iter().map(cost).sum();
     let share = match shape.threads {
@@ -159,8 +158,7 @@ mod tests {
     use super::*;
 
     fn shape(threads: u32) -> Shape {
-        let scoring = Scoring { scale: 1.0, softcap: None, window: None };
-        Shape { scoring, block_tokens: 16, threads }
+        Shape { window: None, block_tokens: 16, threads }
     }
 
     fn lay_out(plan: &mut AttentionPlan, rows: &[(u32, u32)], threads: u32) {

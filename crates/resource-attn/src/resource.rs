@@ -20,6 +20,7 @@ use std::sync::Arc;
 pub struct PagedAttention {
     settings: AttentionSettings,
     cache: Cache,
+    scoring: Scoring,
     shape: Shape,
     plans: PlanSlots<AttentionPlan>,
     index: u32,
@@ -42,10 +43,18 @@ impl ResourceKind for PagedAttention {
         let AttentionSettings { sm_scale, logit_softcap, sliding_window, .. } = settings;
         let scoring = Scoring::new(cache.head_dim(), sm_scale, logit_softcap, sliding_window)
             .map_err(within)?;
-        let shape =
-            Shape { scoring, block_tokens: cache.block_tokens(), threads: info.host.threads() };
+        if let Some(layer) = settings.full_layers.iter().find(|&&l| l >= cache.num_layers()) {
+            return Err(within(ResourceError::invalid(format!(
+                "full_layers names layer {layer}, but the cache has {} layers",
+                cache.num_layers()
+            ))));
+        }
+        // One plan serves all layers, so it is cut for the most that any of them reads.
+        let window = sliding_window.filter(|_| settings.full_layers.is_empty());
+        let (block_tokens, threads) = (cache.block_tokens(), info.host.threads());
+        let shape = Shape { window, block_tokens, threads };
         let (index, host) = (info.index, info.host.clone());
-        Ok(Self { settings, cache, shape, plans: PlanSlots::new(), index, host })
+        Ok(Self { settings, cache, scoring, shape, plans: PlanSlots::new(), index, host })
     }
 
     fn capabilities(this: &Arc<Self>) -> Vec<Capability> {
@@ -73,7 +82,11 @@ impl Resource for PagedAttention {
     }
 
     fn fingerprint(&self) -> Option<Vec<u8>> {
-        Some(self.shape.scoring.fingerprint(Self::KIND))
+        let mut bytes = self.scoring.fingerprint(Self::KIND);
+        if !self.settings.full_layers.is_empty() {
+            bytes.extend(format!(" full={:?}", self.settings.full_layers).bytes());
+        }
+        Some(bytes)
     }
 
     fn plan(&self, step: &ResourceStep<'_>, ctx: &StepContext<'_>) -> Result<Plan> {
@@ -110,12 +123,17 @@ impl Attention for PagedAttention {
     ) -> Result<()> {
         let plan: &AttentionPlan = ctx.plan_result(self.index)?;
         let group = plan.group(label, |l| self.host.label_name(l))?;
+        let mut scoring = self.scoring;
+        if self.settings.full_layers.contains(&layer) {
+            scoring.window = None;
+        }
         let work = cpu::Work {
             plan,
             group,
             kv: self.cache.plan(ctx)?,
             cache: &self.cache,
-            scoring: &self.shape.scoring,
+            scoring: &scoring,
+            planned_window: self.shape.window,
             host: &self.host,
         };
         cpu::attend(&work, layer, q, out)

@@ -27,6 +27,9 @@ pub struct AttentionSettings {
     /// How many tokens a token sees, itself included; everything before it when not set.
     #[serde(default, deserialize_with = "window")]
     pub sliding_window: Option<NonZeroU32>,
+    /// Layers that the window does not apply to.
+    #[serde(default)]
+    pub full_layers: Vec<u32>,
     /// Factor of the scores; `1 / sqrt(head_dim)` when not set.
     #[serde(default)]
     pub sm_scale: Option<f32>,

@@ -81,6 +81,30 @@ fn windows_scales_and_caps() {
 }
 
 #[test]
+fn a_window_leaves_out_the_layers_that_are_named() {
+    let streams = [Stream::new(1, 3000, 1), Stream::new(2, 600, 3), Stream::new(3, 0, 40)];
+    for (full_layer, threads) in [0, LAYERS as u32 - 1].map(|l| [1, 2, 5].map(|t| (l, t))).concat()
+    {
+        for window in [1, 30, 256, 700] {
+            let (window, full_layer) = (Some(window), Some(full_layer));
+            check_all(&Config { window, full_layer, threads, ..Config::default() }, &streams);
+        }
+    }
+}
+
+#[test]
+fn a_layer_that_the_cache_lacks_is_refused() {
+    let config = Config { window: Some(8), full_layer: Some(LAYERS as u32), ..Config::default() };
+    let cache = Arc::new(FakeCache::new(&config, &[]));
+    let spec = spec("attn", "attention", settings(&config));
+    let e = build_resource::<resource_attn::PagedAttention>(&spec, &info(&cache, 1)).unwrap_err();
+    let said = format!(
+        "[resources.attn]: full_layers names layer {LAYERS}, but the cache has {LAYERS} layers"
+    );
+    assert_eq!(e.to_string(), said);
+}
+
+#[test]
 fn without_causality_a_token_sees_its_whole_stream() {
     let config = Config { causal: false, ..Config::default() };
     check_all(&config, &mixed(16));

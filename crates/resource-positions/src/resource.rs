@@ -28,6 +28,7 @@ pub struct Positions {
     index: u32,
     rules: Rules,
     table: RopeTable,
+    local: Option<Local>,
     counters: Counters,
     plans: PlanSlots<PositionsPlan>,
     /// The plan of every used slot, for calls that hand out a part of it. A slot's plan stays at one
@@ -35,6 +36,12 @@ pub struct Positions {
     planned: [OnceLock<Plan>; MAX_SLOTS],
     prefix_walks: Mutex<Vec<PrefixWalk>>,
     host: HostServicesHandle,
+}
+
+/// Layers that are turned by a table of their own.
+struct Local {
+    layers: Vec<u32>,
+    table: RopeTable,
 }
 
 impl ResourceKind for Positions {
@@ -57,14 +64,21 @@ impl ResourceKind for Positions {
         }
         let kv = info.dependency(&settings.kv_cache)?;
         let facts = kv.facts::<KvFacts>()?;
-        let frequencies = frequencies(&settings, facts.head_dim)
-            .map_err(|e| e.within(format!("[resources.{key}]")))?;
         let limit = info.limits.max_model_len.max(facts.max_seq_len);
+        let table = |settings: &PositionsSpec| -> Result<RopeTable> {
+            let frequencies = frequencies(settings, facts.head_dim)
+                .map_err(|e| e.within(format!("[resources.{key}]")))?;
+            Ok(RopeTable::new(frequencies, facts.head_dim, settings.interleave, limit))
+        };
+        let own_table = table(&settings)?;
+        let local_table = settings.local().as_ref().map(table).transpose()?;
         Ok(Self {
             kv_index: kv.index,
             index: info.index,
             rules: Rules { scheme: settings.scheme, block_step: settings.block_step, limit },
-            table: RopeTable::new(frequencies, facts.head_dim, settings.interleave, limit),
+            table: own_table,
+            local: local_table
+                .map(|table| Local { layers: settings.local_layers.unwrap_or_default(), table }),
             counters: Counters::default(),
             plans: PlanSlots::new(),
             planned: [const { OnceLock::new() }; MAX_SLOTS],
@@ -85,6 +99,44 @@ impl Positions {
     fn prefix_label(&self, walk: WalkId) -> LabelId {
         let walks = self.prefix_walks.lock().unwrap_or_else(PoisonError::into_inner);
         walks.iter().find(|w| w.write == walk).map_or(LabelId::MAIN, |w| w.label)
+    }
+
+    /// Turns the queries and keys of a label's group by `table`.
+    fn turn(
+        &self,
+        table: &RopeTable,
+        ctx: &StepContext<'_>,
+        label: LabelId,
+        q: &mut TensorViewMut<'_>,
+        k: &mut TensorViewMut<'_>,
+    ) -> Result<()> {
+        let ids = ctx.plan_result::<PositionsPlan>(self.index)?.ids(label);
+        let ids = ids.ok_or_else(|| unplanned(label))?;
+        let dim = table.head_dim();
+        let (q, q_width) = heads("q", q, ids.len(), dim)?;
+        let (k, k_width) = heads("k", k, ids.len(), dim)?;
+        let turn = |ids: &[u32], q: &mut [f32], k: &mut [f32]| {
+            let tokens = q.chunks_exact_mut(q_width).zip(k.chunks_exact_mut(k_width));
+            for (&id, (q, k)) in ids.iter().zip(tokens) {
+                table.turn(q, id);
+                table.turn(k, id);
+            }
+        };
+        let elements = ids.len() * (q_width + k_width);
+        if elements < PARALLEL_ELEMENTS || self.host.threads() < 2 {
+            turn(ids, q, k);
+            return Ok(());
+        }
+        let tokens = (PARALLEL_ELEMENTS / 4 / (q_width + k_width)).max(1);
+        let chunks = q.chunks_mut(tokens * q_width).zip(k.chunks_mut(tokens * k_width));
+        let work = Mutex::new(ids.chunks(tokens).zip(chunks));
+        let next = || work.lock().unwrap_or_else(PoisonError::into_inner).next();
+        self.host.run(self.host.threads(), |_| {
+            while let Some((ids, (q, k))) = next() {
+                turn(ids, q, k);
+            }
+        });
+        Ok(())
     }
 
     fn refuse(&self, rid: RequestId, label: LabelId, why: String) -> AdmitOutcome {
@@ -118,6 +170,11 @@ impl Resource for Positions {
         bytes.push(u8::from(self.rules.scheme == Scheme::Block));
         bytes.extend(self.rules.block_step.to_le_bytes());
         bytes.extend(self.table.fingerprint());
+        if let Some(local) = &self.local {
+            bytes.extend(b"local");
+            bytes.extend(local.layers.iter().flat_map(|layer| layer.to_le_bytes()));
+            bytes.extend(local.table.fingerprint());
+        }
         Some(bytes)
     }
 
@@ -258,33 +315,7 @@ impl resource_api::Positions for Positions {
         q: &mut TensorViewMut<'_>,
         k: &mut TensorViewMut<'_>,
     ) -> Result<()> {
-        let ids = ctx.plan_result::<PositionsPlan>(self.index)?.ids(label);
-        let ids = ids.ok_or_else(|| unplanned(label))?;
-        let dim = self.table.head_dim();
-        let (q, q_width) = heads("q", q, ids.len(), dim)?;
-        let (k, k_width) = heads("k", k, ids.len(), dim)?;
-        let turn = |ids: &[u32], q: &mut [f32], k: &mut [f32]| {
-            let tokens = q.chunks_exact_mut(q_width).zip(k.chunks_exact_mut(k_width));
-            for (&id, (q, k)) in ids.iter().zip(tokens) {
-                self.table.turn(q, id);
-                self.table.turn(k, id);
-            }
-        };
-        let elements = ids.len() * (q_width + k_width);
-        if elements < PARALLEL_ELEMENTS || self.host.threads() < 2 {
-            turn(ids, q, k);
-            return Ok(());
-        }
-        let tokens = (PARALLEL_ELEMENTS / 4 / (q_width + k_width)).max(1);
-        let chunks = q.chunks_mut(tokens * q_width).zip(k.chunks_mut(tokens * k_width));
-        let work = Mutex::new(ids.chunks(tokens).zip(chunks));
-        let next = || work.lock().unwrap_or_else(PoisonError::into_inner).next();
-        self.host.run(self.host.threads(), |_| {
-            while let Some((ids, (q, k))) = next() {
-                turn(ids, q, k);
-            }
-        });
-        Ok(())
+        self.turn(&self.table, ctx, label, q, k)
     }
 
     fn pos_ids(&self, ctx: &StepContext<'_>, label: LabelId) -> Result<&[u32]> {
@@ -298,6 +329,18 @@ impl resource_api::Positions for Positions {
 
     fn position(&self, rid: RequestId, label: LabelId) -> Result<u32> {
         Ok(self.counters.position(rid, label))
+    }
+
+    fn apply_qk_layer(
+        &self,
+        ctx: &StepContext<'_>,
+        layer: u32,
+        label: LabelId,
+        q: &mut TensorViewMut<'_>,
+        k: &mut TensorViewMut<'_>,
+    ) -> Result<()> {
+        let local = self.local.as_ref().filter(|local| local.layers.contains(&layer));
+        self.turn(local.map_or(&self.table, |local| &local.table), ctx, label, q, k)
     }
 }
 

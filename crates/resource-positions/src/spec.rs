@@ -48,6 +48,10 @@ pub struct PositionsSpec {
     pub llama3_original_max_position: Option<f64>,
     /// One divisor for each frequency (`rope_freqs.weight` of a GGUF file).
     pub rope_freqs: Option<Vec<f64>>,
+    /// Base of the frequencies in `local_layers`, to which no scaling applies. Both keys, or none.
+    pub local_rope_theta: Option<f64>,
+    /// Layers that are turned by `local_rope_theta` instead of `rope_theta`.
+    pub local_layers: Option<Vec<u32>>,
 }
 
 fn one() -> u32 {
@@ -94,6 +98,22 @@ impl PositionsSpec {
         Ok(Some(Llama3 { factor, low, high, original }))
     }
 
+    /// What applies in `local_layers` instead of this.
+    pub(crate) fn local(&self) -> Option<Self> {
+        Some(Self {
+            rope_theta: self.local_rope_theta?,
+            rope_scale: 1.0,
+            llama3_factor: None,
+            llama3_low_freq_factor: None,
+            llama3_high_freq_factor: None,
+            llama3_original_max_position: None,
+            rope_freqs: None,
+            local_rope_theta: None,
+            local_layers: None,
+            ..self.clone()
+        })
+    }
+
     /// Checks everything that does not depend on the cache.
     pub(crate) fn check(&self) -> Result<()> {
         positive("rope_theta", self.rope_theta)?;
@@ -114,6 +134,17 @@ impl PositionsSpec {
                     "the llama3_ keys already say how frequencies are scaled: leave out rope_scale \
                      and rope_freqs",
                 ));
+            }
+        }
+        match (self.local_rope_theta, &self.local_layers) {
+            (Some(theta), Some(_)) => positive("local_rope_theta", theta)?,
+            (None, None) => {}
+            (theta, _) => {
+                let missing = if theta.is_none() { "local_rope_theta" } else { "local_layers" };
+                return Err(ResourceError::invalid(format!(
+                    "{missing} is missing: local_rope_theta and local_layers go together, both or \
+                     none"
+                )));
             }
         }
         for &divisor in self.rope_freqs.iter().flatten() {

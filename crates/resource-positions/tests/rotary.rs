@@ -138,6 +138,33 @@ fn a_token_is_turned_by_the_same_bits_in_any_batch_and_on_any_threads() {
 }
 
 #[test]
+fn local_layers_are_turned_by_their_own_unscaled_base() {
+    let e = Engine::new(json!({
+        "rope_theta": 1e6, "rope_scale": 8.0, "local_rope_theta": 100.0, "local_layers": [0, 2],
+    }));
+    e.ingest(&[A]);
+    let bases = |theta: f64, scale: f64| -> Vec<f64> {
+        (0..4).map(|i| theta.powf(-f64::from(i) / 4.0) / scale).collect()
+    };
+    let mut step = Step::new(1, 0, &[(A, MAIN, 1)]);
+    step.options.pos_ids.push(77);
+    for (layer, frequencies) in
+        [bases(100.0, 1.0), bases(1e6, 8.0), bases(100.0, 1.0)].iter().enumerate()
+    {
+        let (mut q, mut k) = (noise(HEAD_DIM), noise(HEAD_DIM));
+        e.planned(&step, |e, ctx| {
+            let mut q = TensorViewMut::from_slice(&mut q, &[1, 1, HEAD_DIM]);
+            let mut k = TensorViewMut::from_slice(&mut k, &[1, 1, HEAD_DIM]);
+            e.api.apply_qk_layer(ctx, layer as u32, MAIN, &mut q, &mut k).unwrap();
+        });
+        for (got, want) in q.iter().zip(reference(&noise(HEAD_DIM), 77, frequencies, false)) {
+            assert!((f64::from(*got) - want).abs() < 3e-7, "layer {layer}: {got} for {want}");
+        }
+        assert_eq!(q, k);
+    }
+}
+
+#[test]
 fn wrong_shapes_are_errors() {
     let e = Engine::new(json!({}));
     e.ingest(&[A]);
@@ -170,6 +197,9 @@ fn settings_that_cannot_be_are_named() {
         (json!({ "rope_scale": 0.0 }), "rope_scale = 0 must be above 0"),
         (json!({ "rope_freqs": [1.0] }), "rope_freqs has 1 values, but rotary_dim = 8 needs 4"),
         (json!({ "llama3_factor": 8.0 }), "llama3_low_freq_factor is missing"),
+        (json!({ "local_layers": [0] }), "local_rope_theta is missing"),
+        (json!({ "local_rope_theta": 1e4 }), "local_layers is missing"),
+        (json!({ "local_rope_theta": 0.0, "local_layers": [] }), "local_rope_theta = 0 must be"),
         (json!({ "rotary_dims": 8 }), "unknown key `rotary_dims`; did you mean `rotary_dim`?"),
     ];
     for (settings, want) in cases {
@@ -189,6 +219,7 @@ fn the_fingerprint_changes_with_what_keys_depend_on() {
         json!({ "rotary_dim": 4 }),
         json!({ "rope_scale": 2.0 }),
         json!({ "scheme": "block" }),
+        json!({ "local_rope_theta": 1e3, "local_layers": [0] }),
     ] {
         assert_ne!(base, print(other));
     }

@@ -80,6 +80,9 @@ fn every_method_of_positions_may_panic() {
         }),
         ("pos_ids", |p| in_step(|_, ctx| failed(p.pos_ids(ctx, MAIN)))),
         ("position", |p| failed(p.position(RID, MAIN))),
+        ("apply_qk_layer", |p| {
+            with_tensors(|q, k| in_step(|_, ctx| failed(p.apply_qk_layer(ctx, 0, MAIN, q, k))))
+        }),
     ];
     check("Positions", offered, calls);
 }

@@ -2,7 +2,9 @@
 
 use device::BlockType;
 
-use super::{Architecture, Keys, ModelConfig, default_head_dim, limit, size};
+use super::{
+    Activation, Architecture, Keys, LocalLayers, ModelConfig, default_head_dim, limit, size,
+};
 use super::{RopeConfig, RopeLayout, RopeScaling};
 use crate::error::{Error, Result, quoted};
 use crate::gguf::{Gguf, Metadata, Value};
@@ -16,7 +18,7 @@ impl ModelConfig {
     pub fn from_gguf(gguf: &Gguf) -> Result<Self> {
         let meta = gguf.metadata();
         let name = meta.str(ARCHITECTURE)?.ok_or_else(|| missing(ARCHITECTURE))?;
-        let architecture = Architecture::from_name(ARCHITECTURE, name)?;
+        let architecture = Architecture::from_name(ARCHITECTURE, name, Architecture::IN_GGUF)?;
         let file = File { gguf, meta, architecture };
         file.refuse_what_is_unsupported()?;
 
@@ -37,9 +39,12 @@ impl ModelConfig {
             )));
         }
         let eps = meta.f64(&keys.rms_eps)?.ok_or_else(|| missing(&keys.rms_eps))?;
+        let layers = file.required("block_count", limit::LAYERS)?;
+        let is_gemma = architecture == Architecture::Gemma3;
+        let cap = |key| if is_gemma { file.cap(key) } else { Ok(None) };
         Self {
             architecture,
-            layers: file.required("block_count", limit::LAYERS)?,
+            layers,
             hidden,
             ffn: file.required("feed_forward_length", limit::WIDTH)?,
             heads,
@@ -48,16 +53,25 @@ impl ModelConfig {
             vocab: file.vocab()?,
             rms_eps: eps as f32,
             rope: RopeConfig {
-                theta: meta.f64(&keys.rope_theta)?.unwrap_or(10_000.0),
+                theta: meta.f64(&keys.rope_theta)?.unwrap_or(if is_gemma { 1e6 } else { 1e4 }),
                 dim: file.optional("rope.dimension_count", limit::HEAD_DIM)?.unwrap_or(head_dim),
                 layout: match architecture {
                     Architecture::Llama => RopeLayout::Interleaved,
-                    Architecture::Qwen2 | Architecture::Qwen3 => RopeLayout::HalfSplit,
+                    Architecture::Qwen2 | Architecture::Qwen3 | Architecture::Gemma3 => {
+                        RopeLayout::HalfSplit
+                    }
                 },
                 scaling: file.rope_scaling()?,
             },
             qkv_bias: gguf.tensor("blk.0.attn_q.bias").is_some(),
-            qk_norm: architecture == Architecture::Qwen3,
+            qk_norm: is_gemma || architecture == Architecture::Qwen3,
+            post_norms: is_gemma,
+            activation: if is_gemma { Activation::GeluTanh } else { Activation::Silu },
+            embedding_scale: is_gemma.then_some((hidden as f32).sqrt()),
+            attention_scale: attention_scale(architecture, layers, hidden, heads),
+            attention_softcap: cap(&keys.attention_softcap)?,
+            logit_softcap: cap(&keys.logit_softcap)?,
+            local: if is_gemma { file.local_layers(layers)? } else { None },
             // GGUF has no flag: a file without an output matrix is a tied one.
             tied_embeddings: gguf.tensor("output.weight").is_none(),
             max_position: file.required("context_length", limit::POSITION)?,
@@ -89,6 +103,9 @@ impl File<'_> {
             rms_eps: self.key("attention.layer_norm_rms_epsilon"),
             rope_theta: self.key("rope.freq_base"),
             rope_dim: self.key("rope.dimension_count"),
+            local_rope_theta: self.key("rope.freq_base_swa"),
+            attention_softcap: self.key("attn_logit_softcapping"),
+            logit_softcap: self.key("final_logit_softcapping"),
             vocab: self.key("vocab_size"),
             bos: "tokenizer.ggml.bos_token_id".into(),
             eos: "tokenizer.ggml.eos_token_id".into(),
@@ -137,6 +154,23 @@ impl File<'_> {
         }
     }
 
+    /// A bound of scores or logits; converters write 0 for none.
+    fn cap(&self, key: &str) -> Result<Option<f32>> {
+        Ok(self.meta.f64(key)?.filter(|&cap| cap != 0.0).map(|cap| cap as f32))
+    }
+
+    /// Gemma 3's layers with a window: five of six, unless the file says otherwise. Its converters
+    /// leave the pattern and the base of the frequencies out.
+    fn local_layers(&self, layers: usize) -> Result<Option<LocalLayers>> {
+        let Some(window) = self.optional("attention.sliding_window", limit::POSITION)? else {
+            return Ok(None);
+        };
+        let period = self.optional("attention.sliding_window_pattern", limit::LAYERS)?.unwrap_or(6);
+        let theta = self.meta.f64(&self.keys().local_rope_theta)?.unwrap_or(10_000.0);
+        let layers = (0..layers).filter(|layer| (layer + 1) % period != 0).collect();
+        Ok(Some(LocalLayers { layers, window, rope_theta: theta }))
+    }
+
     fn rope_scaling(&self) -> Result<RopeScaling> {
         if let Some(info) = self.gguf.tensor(ROPE_FREQS) {
             let bytes = self.gguf.tensor_bytes(info).filter(|_| info.dtype == BlockType::F32);
@@ -177,6 +211,18 @@ impl File<'_> {
         }
         Ok(())
     }
+}
+
+/// The 27B size of Gemma 3 scales by its width per head, which is not the width of its heads. No key
+/// says so; the number of layers tells the sizes apart, as in llama.cpp.
+fn attention_scale(
+    architecture: Architecture,
+    layers: usize,
+    hidden: usize,
+    heads: usize,
+) -> Option<f32> {
+    let is_27b = architecture == Architecture::Gemma3 && layers == 62;
+    is_27b.then(|| (heads as f32 / hidden as f32).sqrt())
 }
 
 fn missing(key: &str) -> Error {

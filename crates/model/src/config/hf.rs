@@ -2,7 +2,7 @@
 
 use serde_json::{Map, Value};
 
-use super::{Architecture, Keys, ModelConfig, default_head_dim, limit, size};
+use super::{Activation, Architecture, Keys, ModelConfig, default_head_dim, limit, size};
 use super::{RopeConfig, RopeLayout, RopeScaling};
 use crate::error::{Error, Result, quoted};
 
@@ -17,7 +17,7 @@ impl ModelConfig {
         };
         let root = Object { map: root, place: "" };
         let name = root.str("model_type")?.ok_or_else(|| root.missing("model_type"))?;
-        let architecture = Architecture::from_name("model_type", name)?;
+        let architecture = Architecture::from_name("model_type", name, Architecture::IN_HF)?;
         refuse_what_is_unsupported(&root)?;
 
         let keys = keys();
@@ -37,7 +37,7 @@ impl ModelConfig {
         }
         let default_positions = match architecture {
             Architecture::Llama => 2048,
-            Architecture::Qwen2 | Architecture::Qwen3 => 32_768,
+            Architecture::Qwen2 | Architecture::Qwen3 | Architecture::Gemma3 => 32_768,
         };
         Self {
             architecture,
@@ -52,6 +52,13 @@ impl ModelConfig {
             rope: rope(&root, head_dim)?,
             qkv_bias: architecture == Architecture::Qwen2,
             qk_norm: architecture == Architecture::Qwen3,
+            post_norms: false,
+            activation: Activation::Silu,
+            embedding_scale: None,
+            attention_scale: None,
+            attention_softcap: None,
+            logit_softcap: None,
+            local: None,
             tied_embeddings: root.bool("tie_word_embeddings")?.unwrap_or(false),
             max_position: root
                 .optional("max_position_embeddings", limit::POSITION)?
@@ -150,6 +157,9 @@ fn keys() -> Keys {
         rms_eps: "rms_norm_eps".into(),
         rope_theta: "rope_theta".into(),
         rope_dim: "the rotated part of head_dim".into(),
+        local_rope_theta: "rope_local_base_freq".into(),
+        attention_softcap: "attn_logit_softcapping".into(),
+        logit_softcap: "final_logit_softcapping".into(),
         vocab: "vocab_size".into(),
         bos: "bos_token_id".into(),
         eos: "eos_token_id".into(),

@@ -14,14 +14,32 @@ pub(super) fn of_kind(config: &ModelConfig, kind: &str) -> Map<String, Value> {
             "max_seq_len": config.max_position,
         }),
         "positions" => positions(config),
+        "attention" => attention(config),
         "sampler" => json!({ "vocab_size": config.vocab }),
-        // Attention scales by 1/sqrt(head dim) in these models, as it does by itself.
         _ => json!({}),
     };
     match settings {
         Value::Object(settings) => settings,
         _ => Map::new(),
     }
+}
+
+/// Only what differs from what the kind does by itself: a scale of `1/sqrt(head dim)`, no bound, no
+/// window.
+fn attention(config: &ModelConfig) -> Value {
+    let mut settings = json!({});
+    if let Some(scale) = config.attention_scale {
+        settings["sm_scale"] = json!(scale);
+    }
+    if let Some(cap) = config.attention_softcap {
+        settings["logit_softcap"] = json!(cap);
+    }
+    if let Some(local) = &config.local {
+        settings["sliding_window"] = json!(local.window);
+        let full = (0..config.layers).filter(|layer| !local.layers.contains(layer));
+        settings["full_layers"] = full.collect();
+    }
+    settings
 }
 
 fn positions(config: &ModelConfig) -> Value {
@@ -46,6 +64,10 @@ fn positions(config: &ModelConfig) -> Value {
             settings["llama3_original_max_position"] = json!(original_max_position);
         }
         RopeScaling::Divisors(divisors) => settings["rope_freqs"] = json!(divisors),
+    }
+    if let Some(local) = &config.local {
+        settings["local_rope_theta"] = json!(local.rope_theta);
+        settings["local_layers"] = json!(local.layers);
     }
     settings
 }

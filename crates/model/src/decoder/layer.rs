@@ -5,7 +5,7 @@ use resource_api::Result;
 
 use super::buffers::{AttentionBuffers, Buffers};
 use super::{device_error, rows};
-use crate::config::ModelConfig;
+use crate::config::{Activation, ModelConfig};
 
 /// The weights of a layer.
 #[derive(Debug)]
@@ -15,10 +15,12 @@ pub(super) struct Layer {
     pub(super) k: Projection,
     pub(super) v: Projection,
     pub(super) o: Matrix,
+    pub(super) attn_post_norm: Option<Vec<f32>>,
     pub(super) ffn_norm: Vec<f32>,
     pub(super) gate: Matrix,
     pub(super) up: Matrix,
     pub(super) down: Matrix,
+    pub(super) ffn_post_norm: Option<Vec<f32>>,
 }
 
 /// From the residual stream to the heads of q, k or v.
@@ -88,16 +90,38 @@ impl Layer {
         self.o
             .matmul(buffers.attention.out.first(n), n, update, scratch, parallel)
             .map_err(device_error)?;
-        rows::add(hidden, update, parallel);
-
         let normed = buffers.normed.first_mut(n);
+        add_update(hidden, update, &self.attn_post_norm, config.rms_eps, normed, parallel);
+
         rows::rms_norm(hidden, &self.ffn_norm, config.rms_eps, normed, parallel);
         let (gate, up) = (buffers.gate.first_mut(n), buffers.up.first_mut(n));
         let products = [(&self.gate, &mut *gate), (&self.up, &mut *up)];
         matmul_all(products, normed, n, scratch, parallel).map_err(device_error)?;
-        rows::silu_mul(gate, up, parallel);
+        match config.activation {
+            Activation::Silu => rows::silu_mul(gate, up, parallel),
+            Activation::GeluTanh => rows::gelu_tanh_mul(gate, up, parallel),
+        }
         self.down.matmul(gate, n, update, scratch, parallel).map_err(device_error)?;
-        rows::add(hidden, update, parallel);
+        add_update(hidden, update, &self.ffn_post_norm, config.rms_eps, normed, parallel);
         Ok(())
     }
+}
+
+/// Adds `update` to the residual stream, through `norm` if there is one; `normed` is as long as both.
+fn add_update(
+    hidden: &mut [f32],
+    update: &[f32],
+    norm: &Option<Vec<f32>>,
+    eps: f32,
+    normed: &mut [f32],
+    parallel: &dyn Parallel,
+) {
+    let update = match norm {
+        None => update,
+        Some(norm) => {
+            rows::rms_norm(update, norm, eps, normed, parallel);
+            normed
+        }
+    };
+    rows::add(hidden, update, parallel);
 }

@@ -62,16 +62,22 @@ impl<'a> Loader<'a> {
     fn layer(&mut self, c: &ModelConfig, n: usize) -> Result<Layer> {
         let name = |part: &str| format!("layers.{n}.{part}");
         let (q, kv) = (c.q_width(), c.kv_width());
+        let mut post_norm =
+            |part: &str| c.post_norms.then(|| self.vector(&name(part), c.hidden)).transpose();
+        let attn_post_norm = post_norm("attn_post_norm.weight")?;
+        let ffn_post_norm = post_norm("ffn_post_norm.weight")?;
         Ok(Layer {
             attn_norm: self.vector(&name("attn_norm.weight"), c.hidden)?,
             q: self.projection(c, &name("attn.q"), q, c.qk_norm)?,
             k: self.projection(c, &name("attn.k"), kv, c.qk_norm)?,
             v: self.projection(c, &name("attn.v"), kv, false)?,
             o: self.matrix(&name("attn.o.weight"), c.hidden, q)?,
+            attn_post_norm,
             ffn_norm: self.vector(&name("ffn_norm.weight"), c.hidden)?,
             gate: self.matrix(&name("ffn.gate.weight"), c.ffn, c.hidden)?,
             up: self.matrix(&name("ffn.up.weight"), c.ffn, c.hidden)?,
             down: self.matrix(&name("ffn.down.weight"), c.hidden, c.ffn)?,
+            ffn_post_norm,
         })
     }
 

@@ -52,6 +52,18 @@ pub(super) fn silu_mul(gate: &mut [f32], up: &[f32], parallel: &dyn Parallel) {
     });
 }
 
+/// `gate = gelu(gate) * up`.
+pub(super) fn gelu_tanh_mul(gate: &mut [f32], up: &[f32], parallel: &dyn Parallel) {
+    for_each_chunk_mut(parallel, gate, TASK, |i, gate| {
+        ops::gelu_tanh_mul(gate, &up[i * TASK..][..gate.len()]);
+    });
+}
+
+/// `x = cap * tanh(x / cap)`.
+pub(super) fn soft_cap(x: &mut [f32], cap: f32, parallel: &dyn Parallel) {
+    for_each_chunk_mut(parallel, x, TASK, |_, x| ops::soft_cap(x, cap));
+}
+
 /// Values of the whole rows of `width` that make up a task.
 fn task_of(width: usize) -> usize {
     (TASK / width).max(1) * width

@@ -7,7 +7,9 @@ use std::path::Path;
 use serde_json::json;
 
 use super::{GgufWriter, Vocabulary};
-use crate::config::{Architecture, ModelConfig, RopeConfig, RopeLayout, RopeScaling};
+use crate::config::{
+    Activation, Architecture, LocalLayers, ModelConfig, RopeConfig, RopeLayout, RopeScaling,
+};
 use crate::gguf::Value;
 use crate::weights::{LM_HEAD, expected_tensors};
 
@@ -43,10 +45,11 @@ impl TinyModel {
     pub fn new(architecture: Architecture, seed: u64) -> Self {
         let vocabulary = Vocabulary::small(match architecture {
             Architecture::Llama => "smollm",
-            Architecture::Qwen2 | Architecture::Qwen3 => "qwen2",
+            Architecture::Qwen2 | Architecture::Qwen3 | Architecture::Gemma3 => "qwen2",
         });
         let vocab = vocabulary.tokens().len();
         let first_control = (vocab - vocabulary.control.len()) as u32;
+        let is_gemma = architecture == Architecture::Gemma3;
         let config = ModelConfig {
             architecture,
             layers: 2,
@@ -64,7 +67,15 @@ impl TinyModel {
                 scaling: RopeScaling::None,
             },
             qkv_bias: architecture == Architecture::Qwen2,
-            qk_norm: architecture == Architecture::Qwen3,
+            qk_norm: is_gemma || architecture == Architecture::Qwen3,
+            post_norms: is_gemma,
+            activation: if is_gemma { Activation::GeluTanh } else { Activation::Silu },
+            embedding_scale: is_gemma.then_some(32f32.sqrt()),
+            attention_scale: None,
+            attention_softcap: is_gemma.then_some(2.5),
+            logit_softcap: is_gemma.then_some(3.0),
+            // One layer of each kind; the window is shorter than the texts of tests.
+            local: is_gemma.then(|| LocalLayers { layers: vec![0], window: 7, rope_theta: 100.0 }),
             tied_embeddings: true,
             max_position: 128,
             bos: Some(first_control),
@@ -129,6 +140,20 @@ impl TinyModel {
             file.set(format!("{arch}.rope.scaling.type"), Value::String("linear".into()))
                 .set(format!("{arch}.rope.scaling.factor"), Value::F32(factor as f32));
         }
+        for (key, cap) in [
+            ("attn_logit_softcapping", c.attention_softcap),
+            ("final_logit_softcapping", c.logit_softcap),
+        ] {
+            if let Some(cap) = cap {
+                file.set(format!("{arch}.{key}"), Value::F32(cap));
+            }
+        }
+        if let Some(local) = &c.local {
+            let period = local.layers.iter().take_while(|&&n| local.layers[n] == n).count() + 1;
+            file.set(format!("{arch}.attention.sliding_window"), Value::U32(local.window as u32))
+                .set(format!("{arch}.attention.sliding_window_pattern"), Value::U32(period as u32))
+                .set(format!("{arch}.rope.freq_base_swa"), Value::F32(local.rope_theta as f32));
+        }
         self.vocabulary.write_gguf(&mut file);
         file.set("tokenizer.chat_template", Value::String(CHATML.into()));
         for tensor in &self.tensors {
@@ -154,7 +179,7 @@ impl TinyModel {
             Architecture::Llama => {
                 [json!({ "type": "Digits", "individual_digits": true }), byte_level(true)]
             }
-            Architecture::Qwen2 | Architecture::Qwen3 => [
+            Architecture::Qwen2 | Architecture::Qwen3 | Architecture::Gemma3 => [
                 json!({ "type": "Split", "pattern": { "Regex": pattern }, "behavior": "Isolated",
                         "invert": false }),
                 byte_level(false),

@@ -35,7 +35,22 @@ pub fn expected_tensors(c: &ModelConfig) -> Vec<ExpectedTensor> {
             );
         };
         layer("attn_norm.weight", "attn_norm.weight", "input_layernorm.weight", &[c.hidden]);
-        layer("ffn_norm.weight", "ffn_norm.weight", "post_attention_layernorm.weight", &[c.hidden]);
+        // Hugging Face's name of the norm before the feed-forward part depends on whether there is
+        // one after attention.
+        let ffn_norm = match c.post_norms {
+            true => "pre_feedforward_layernorm.weight",
+            false => "post_attention_layernorm.weight",
+        };
+        layer("ffn_norm.weight", "ffn_norm.weight", ffn_norm, &[c.hidden]);
+        if c.post_norms {
+            for (name, gguf, hf) in [
+                ("attn_post_norm", "post_attention_norm", "post_attention_layernorm"),
+                ("ffn_post_norm", "post_ffw_norm", "post_feedforward_layernorm"),
+            ] {
+                let weight = |name: &str| format!("{name}.weight");
+                layer(&weight(name), &weight(gguf), &weight(hf), &[c.hidden]);
+            }
+        }
         for (part, out) in [("q", q), ("k", kv), ("v", kv)] {
             let (gguf, hf) = (format!("attn_{part}"), format!("self_attn.{part}_proj"));
             let mut both = |suffix: &str, shape: &[usize]| {

@@ -72,7 +72,7 @@ impl Engine {
         assert_eq!(last, (weights.total_bytes(), weights.total_bytes()));
 
         let mut resources = match on {
-            Resources::Plain => vec![("plain", plain(node.resource_defaults("positions")))],
+            Resources::Plain => vec![("plain", plain(&node))],
             Resources::Kinds => kinds(&node),
         };
         let sampler = resources.iter_mut().find(|(key, _)| *key == "sampler");

@@ -88,7 +88,7 @@ fn resources_must_offer_each_capability_once() {
     let (config, weights) = (&package.config, &package.weights);
     let options = PackOptions::new(Activations::Float);
     let node = Decoder::load(config, weights, options, &Serial, &mut |_, _| ()).expect("loads");
-    let plain = || plain(node.resource_defaults("positions"));
+    let plain = || plain(&node);
     let sampler = || Arc::new(Recorder::default()).built();
     let attach = |built: &[(&'static str, BuiltResource)]| {
         let listed = built.iter().map(|(key, built)| NodeResource {

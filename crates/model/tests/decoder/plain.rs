@@ -3,6 +3,7 @@
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard};
 
+use model::{Decoder, Node};
 use resource_api::{
     Attention, AttentionHandle, BuiltResource, KvCache, KvCacheHandle, KvLayer, LabelId, Plan,
     Positions, PositionsHandle, RequestId, Resource, ResourceError, ResourceHandle, ResourceStep,
@@ -19,6 +20,7 @@ type KeyValue = (Vec<f32>, Vec<f32>);
 #[derive(Default)]
 struct Plain {
     rope: Map<String, Value>,
+    scoring: Map<String, Value>,
     state: Mutex<State>,
 }
 
@@ -29,9 +31,11 @@ struct State {
     step: Vec<Segment>,
 }
 
-/// Cache, attention and positions; `rope` are the settings of kind `positions`.
-pub fn plain(rope: Map<String, Value>) -> BuiltResource {
-    let plain = Arc::new(Plain { rope, ..Plain::default() });
+/// Cache, attention and positions, with what the model says of the latter two.
+pub fn plain(node: &Decoder) -> BuiltResource {
+    let (rope, scoring) =
+        (node.resource_defaults("positions"), node.resource_defaults("attention"));
+    let plain = Arc::new(Plain { rope, scoring, ..Plain::default() });
     BuiltResource {
         resource: ResourceHandle::new(plain.clone()),
         capabilities: vec![
@@ -49,6 +53,13 @@ impl Plain {
 
     fn rope_number(&self, key: &str) -> Option<f64> {
         self.rope.get(key).and_then(Value::as_f64)
+    }
+
+    /// The first token that one at `position` sees.
+    fn first_seen(&self, layer: u32, position: usize) -> usize {
+        let window = self.scoring.get("sliding_window").and_then(Value::as_u64);
+        let window = window.filter(|_| !names(&self.scoring, "full_layers", layer));
+        window.map_or(0, |window| (position + 1).saturating_sub(window as usize))
     }
 }
 
@@ -140,18 +151,21 @@ impl Attention for Plain {
         let state = self.state();
         let tokens = state.tokens(label);
         let (heads, head_dim) = (q.shape()[1] as usize, q.shape()[2] as usize);
+        let cap = self.scoring.get("logit_softcap").and_then(Value::as_f64);
         let q = rows(q, tokens.len());
         let out = out.as_mut_slice::<f32>().expect("contiguous f32");
         for ((&(stream, position), q), out) in
             tokens.iter().zip(q).zip(out.chunks_exact_mut(heads * head_dim))
         {
-            let cache = &state.cache[&(layer, stream)][..=position];
+            let first = self.first_seen(layer, position);
+            let cache = &state.cache[&(layer, stream)][first..=position];
             let group = heads / (cache[0].0.len() / head_dim);
             for (h, q) in q.chunks_exact(head_dim).enumerate() {
                 let part = h / group * head_dim..(h / group + 1) * head_dim;
                 let score = |k: &[f32]| {
                     let terms = q.iter().zip(k).map(|(q, k)| f64::from(*q) * f64::from(*k));
-                    terms.sum::<f64>() / (head_dim as f64).sqrt()
+                    let score = terms.sum::<f64>() / (head_dim as f64).sqrt();
+                    cap.map_or(score, |cap| cap * (score / cap).tanh())
                 };
                 let scores: Vec<f64> = cache.iter().map(|(k, _)| score(&k[part.clone()])).collect();
                 let max = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
@@ -191,6 +205,17 @@ impl Positions for Plain {
     fn apply_qk(
         &self,
         _ctx: &StepContext<'_>,
+        _label: LabelId,
+        _q: &mut TensorViewMut<'_>,
+        _k: &mut TensorViewMut<'_>,
+    ) -> Result<()> {
+        unused()
+    }
+
+    fn apply_qk_layer(
+        &self,
+        _ctx: &StepContext<'_>,
+        layer: u32,
         label: LabelId,
         q: &mut TensorViewMut<'_>,
         k: &mut TensorViewMut<'_>,
@@ -200,7 +225,7 @@ impl Positions for Plain {
             let (heads, head_dim) = (x.shape()[1] as usize, x.shape()[2] as usize);
             let x = x.as_mut_slice::<f32>().expect("contiguous f32");
             for (&(_, position), x) in tokens.iter().zip(x.chunks_exact_mut(heads * head_dim)) {
-                x.chunks_exact_mut(head_dim).for_each(|head| self.turn(head, position));
+                x.chunks_exact_mut(head_dim).for_each(|head| self.turn(layer, head, position));
             }
         };
         turn_all(q);
@@ -218,9 +243,13 @@ impl Positions for Plain {
 }
 
 impl Plain {
-    fn turn(&self, head: &mut [f32], position: usize) {
+    fn turn(&self, layer: u32, head: &mut [f32], position: usize) {
+        let theta = match names(&self.rope, "local_layers", layer) {
+            true => "local_rope_theta",
+            false => "rope_theta",
+        };
         let dim = self.rope_number("rotary_dim").expect("the model states it") as usize;
-        let theta = self.rope_number("rope_theta").expect("the model states it");
+        let theta = self.rope_number(theta).expect("the model states it");
         let scale = self.rope_number("rope_scale").unwrap_or(1.0);
         let interleave = self.rope["interleave"].as_bool().expect("the model states it");
         for i in 0..dim / 2 {
@@ -324,6 +353,12 @@ fn rows<'a>(view: &TensorView<'a>, tokens: usize) -> std::slice::ChunksExact<'a,
     assert_eq!((shape.len(), shape[0] as usize), (3, tokens), "tokens of the label's group");
     let width = (shape[1] * shape[2]) as usize;
     view.as_slice::<f32>().expect("contiguous f32").chunks_exact(width)
+}
+
+/// Whether the list of layers under `key` has `layer`.
+fn names(settings: &Map<String, Value>, key: &str, layer: u32) -> bool {
+    let listed = settings.get(key).and_then(Value::as_array);
+    listed.is_some_and(|layers| layers.iter().any(|l| l.as_u64() == Some(layer.into())))
 }
 
 fn unused<T>() -> Result<T> {

@@ -7,6 +7,7 @@ use crate::plan::{Block, Row};
 use device::attention::{accumulate_rows, dot_rows};
 use device::ops;
 use resource_api::{ResourceError, Result};
+use std::num::NonZeroU32;
 use std::ops::Range;
 
 /// Memory that a thread keeps between blocks.
@@ -80,8 +81,12 @@ impl Task<'_> {
     }
 
     fn visible(&self, i: usize) -> Range<u32> {
+        self.visible_within(i, self.work.scoring.window)
+    }
+
+    fn visible_within(&self, i: usize, window: Option<NonZeroU32>) -> Range<u32> {
         let token = self.block.token + i as u32;
-        self.row.visible(token, self.work.plan.causal, self.work.scoring.window)
+        self.row.visible(token, self.work.plan.causal, window)
     }
 
     /// The keys that some token of the block sees. What a token sees only moves up with it.
@@ -91,11 +96,13 @@ impl Task<'_> {
 
     /// The chunks that some token of the block sees.
     pub fn chunks(&self) -> Range<u32> {
-        let keys = self.keys();
-        match keys.is_empty() {
-            true => 0..0,
-            false => keys.start / CHUNK..(keys.end - 1) / CHUNK + 1,
-        }
+        chunks_of(&self.keys())
+    }
+
+    /// The chunks of a split block, which has one token, that the plan keeps results of. In a layer
+    /// with a window that the plan was not cut for they are more than the token sees.
+    pub fn planned_chunks(&self) -> Range<u32> {
+        chunks_of(&self.visible_within(0, self.work.planned_window))
     }
 
     /// Computes the block for every head. `out` is `[block's tokens, query heads, head dim]`.
@@ -121,9 +128,11 @@ impl Task<'_> {
         let (rows, heads) = (self.rows(), self.work.cache.kv_heads());
         let len = State::len(rows, self.work.cache.head_dim() as usize);
         let mut state = State::in_memory(at_least(&mut scratch.total, len), rows);
+        let first = self.planned_chunks().start;
         for head in 0..heads {
             state.clear();
-            for c in 0..self.chunks().len() {
+            for c in self.chunks() {
+                let c = (c - first) as usize;
                 state.merge(&partials[(c * heads + head) * len..][..len]);
             }
             self.write(&state, head, out);
@@ -247,6 +256,13 @@ impl Task<'_> {
             "page {} of {request} (keys {}..{}) is not in the cache's pool",
             run.page, run.keys.start, run.keys.end
         ))
+    }
+}
+
+fn chunks_of(keys: &Range<u32>) -> Range<u32> {
+    match keys.is_empty() {
+        true => 0..0,
+        false => keys.start / CHUNK..(keys.end - 1) / CHUNK + 1,
     }
 }
 

@@ -19,6 +19,7 @@ use resource_api::{
 };
 use state::State;
 use std::cell::RefCell;
+use std::num::NonZeroU32;
 use std::sync::{Mutex, PoisonError};
 
 /// Keys that are reduced together, counted from the start of a stream. Part of what an output is to
@@ -32,7 +33,10 @@ pub(crate) struct Work<'a> {
     pub group: &'a Group,
     pub kv: &'a KvPlan,
     pub cache: &'a Cache,
+    /// How this layer's scores are made.
     pub scoring: &'a Scoring,
+    /// The window that the plan was cut for: this layer's, or none.
+    pub planned_window: Option<NonZeroU32>,
     pub host: &'a HostServicesHandle,
 }
 
@@ -77,11 +81,15 @@ pub(crate) fn attend(
     let mut done = Ok(());
     if !partials.is_empty() {
         let split = blocks.iter().filter(|b| b.first_partial != NONE);
-        let chunks = split.flat_map(|b| inputs.task(b).chunks().map(move |c| (b, c)));
+        let chunks = split.flat_map(|b| inputs.task(b).planned_chunks().map(move |c| (b, c)));
         let units = chunks.flat_map(|(b, c)| (0..heads).map(move |head| ((b, c, head), part)));
         done = spread(work.host, work.group.num_partials as usize * heads, units, partials, {
             |(block, chunk, head), scratch, part| {
-                inputs.task(block).chunk(chunk, head, &mut scratch.tables, part)
+                let task = inputs.task(block);
+                if !task.chunks().contains(&chunk) {
+                    return Ok(());
+                }
+                task.chunk(chunk, head, &mut scratch.tables, part)
             }
         });
     }

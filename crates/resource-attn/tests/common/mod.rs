@@ -27,6 +27,8 @@ pub struct Config {
     /// Slots of a page lie apart by all heads, not head by head.
     pub slot_major: bool,
     pub window: Option<u32>,
+    /// A layer that the window does not apply to.
+    pub full_layer: Option<u32>,
     pub scale: Option<f32>,
     pub softcap: Option<f32>,
 }
@@ -44,6 +46,7 @@ impl Default for Config {
             causal: true,
             slot_major: false,
             window: None,
+            full_layer: None,
             scale: None,
             softcap: None,
         }
@@ -116,7 +119,8 @@ pub fn reference(config: &Config, q: &[f32], stream: &Stream, at: u32, len: u32)
     let (d, group) = (config.head_dim, config.heads / config.kv_heads);
     let scale = config.scale.map_or(1.0 / (d as f64).sqrt(), f64::from);
     let last = if config.causal { at.min(len.saturating_sub(1)) } else { len.saturating_sub(1) };
-    let first = config.window.map_or(0, |w| (at + 1).saturating_sub(w));
+    let window = config.window.filter(|_| config.full_layer != Some(LAYERS as u32 - 1));
+    let first = window.map_or(0, |w| (at + 1).saturating_sub(w));
     let mut out = vec![0.0; q.len()];
     if len == 0 {
         return out;
@@ -445,6 +449,9 @@ pub fn settings(config: &Config) -> String {
     }
     if let Some(window) = config.window.and_then(NonZeroU32::new) {
         settings.insert("sliding_window".into(), window.get().into());
+    }
+    if let Some(layer) = config.full_layer {
+        settings.insert("full_layers".into(), vec![layer].into());
     }
     if let Some(cap) = config.softcap {
         settings.insert("logit_softcap".into(), cap.into());
