@@ -15,17 +15,28 @@
 //! | `other` | prefill, mixed, refused, churning and staged steps |
 //! | `turn` | a whole turn of the engine around a model that does nothing |
 //! | `fit` | which part of the cost grows with what |
+//! | `step` | all of the above: `bench step` |
+//! | `prefix`, `load`, `abi` | cached prompts; from process start to ready; plugins beside linked kinds |
+//! | `ratchet`, `child` | steps whose instructions are counted; runs of other programs |
 //! | `stats`, `machine` | percentiles; what was measured where |
-//! | `record` | results as tables |
+//! | `record`, `peers`, `plot`, `report` | results as tables and plots, beside other engines' |
 
+pub mod abi;
+mod child;
 mod decode;
 mod fit;
 pub mod kinds;
 mod ledger;
+pub mod load;
 mod machine;
 mod other;
+mod peers;
 mod phases;
+mod plot;
+pub mod prefix;
+pub mod ratchet;
 pub mod record;
+pub mod report;
 mod rig;
 mod shapes;
 mod stats;

@@ -52,6 +52,10 @@ impl ConfigArg {
             None => Config::embedded(),
         }
     }
+
+    fn path(&self) -> Option<&std::path::Path> {
+        self.config.as_deref()
+    }
 }
 
 #[derive(Args)]

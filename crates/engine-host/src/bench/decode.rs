@@ -16,7 +16,7 @@ use crate::error::Result;
 pub const WARM: u32 = 64;
 /// The plan of one step in so many is compared with the ledger. Prime to the number of slots and to
 /// the page size, so that all slots and offsets get their turn.
-const PERIOD: u32 = 21;
+pub const PERIOD: u32 = 21;
 /// Steps after a comparison, which reads whole tables, until the caches are as they were.
 const REWARM: u32 = SLOTS;
 /// Batches up to this are quick beside a reading of the clock: samples are means of several steps.

@@ -67,9 +67,8 @@ fn invert<const N: usize>(matrix: [[f64; N]; N]) -> Option<[[f64; N]; N]> {
         (0..N).for_each(|j| left[i][j] /= scale[i] * scale[j]);
     }
     for column in 0..N {
-        let pivot = (column..N).max_by(|&a, &b| {
-            left[a][column].abs().total_cmp(&left[b][column].abs())
-        })?;
+        let pivot =
+            (column..N).max_by(|&a, &b| left[a][column].abs().total_cmp(&left[b][column].abs()))?;
         if left[pivot][column].abs() < 1e-9 {
             return None;
         }

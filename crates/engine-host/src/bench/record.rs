@@ -20,8 +20,21 @@ pub fn us(value: f64) -> String {
 pub fn heading() -> String {
     format!(
         "{:>5} {:>7} {:>7} {:>5} | {:>7} {:>7} {:>7} {:>7} | {:>7} {:>7} {:>7} {:>7} {:>7} | {:>6} {:>8}",
-        "B", "L", "pool", "ends", "declare", "start", "commit", "outputs", "total", "p10", "p90",
-        "p99", "max", "allocs", "bytes"
+        "B",
+        "L",
+        "pool",
+        "ends",
+        "declare",
+        "start",
+        "commit",
+        "outputs",
+        "total",
+        "p10",
+        "p90",
+        "p99",
+        "max",
+        "allocs",
+        "bytes"
     )
 }
 
@@ -30,24 +43,40 @@ pub fn line(record: &Value) -> String {
     let text = |key: &str| match record.get(key) {
         Some(Value::String(text)) => text.clone(),
         Some(Value::Null) | None => "-".into(),
-        Some(value) => value.as_f64().map_or(value.to_string(), |x| format!("{}", (x * 100.0).round() / 100.0)),
+        Some(value) => {
+            value.as_f64().map_or(value.to_string(), |x| format!("{}", (x * 100.0).round() / 100.0))
+        }
     };
-    let at = |figure: &str, percentile: &str| {
-        number(record, figure, percentile).map_or("-".into(), us)
-    };
+    let at =
+        |figure: &str, percentile: &str| number(record, figure, percentile).map_or("-".into(), us);
     match record.get("what").and_then(Value::as_str) {
         Some("decode") => format!(
             "{:>5} {:>7} {:>7} {:>5} | {:>7} {:>7} {:>7} {:>7} | {:>7} {:>7} {:>7} {:>7} {:>7} | {:>6} {:>8}",
-            text("batch"), text("context"), text("pool"), text("page_ends"),
-            at("declare", "median"), at("start", "median"), at("commit", "median"),
-            at("outputs", "median"), at("total", "median"), at("total", "p10"), at("total", "p90"),
-            at("total", "p99"), at("total", "max"), text("allocations_per_step"),
+            text("batch"),
+            text("context"),
+            text("pool"),
+            text("page_ends"),
+            at("declare", "median"),
+            at("start", "median"),
+            at("commit", "median"),
+            at("outputs", "median"),
+            at("total", "median"),
+            at("total", "p10"),
+            at("total", "p90"),
+            at("total", "p99"),
+            at("total", "max"),
+            text("allocations_per_step"),
             text("plan_bytes_per_step"),
         ),
         Some("longest") => format!(
             "longest of {} steps, B={} L={} pool={}: {} us (median {}, p99 {})",
-            text("steps"), text("batch"), text("context"), text("pool"), at("total", "max"),
-            at("total", "median"), at("total", "p99"),
+            text("steps"),
+            text("batch"),
+            text("context"),
+            text("pool"),
+            at("total", "max"),
+            at("total", "median"),
+            at("total", "p99"),
         ),
         Some("fit") => {
             let term = |key: &str, unit: &str| {
@@ -56,13 +85,17 @@ pub fn line(record: &Value) -> String {
             };
             format!(
                 "fit over {} points: {}, {} a request, {} a page held, {} a page end; worst misfit {:.0}%",
-                text("points"), term("a_us", "us"), term("b_ns_per_request", "ns"),
-                term("c_ns_per_page_held", "ns"), term("d_ns_per_page_end", "ns"),
+                text("points"),
+                term("a_us", "us"),
+                term("b_ns_per_request", "ns"),
+                term("c_ns_per_page_held", "ns"),
+                term("d_ns_per_page_end", "ns"),
                 record.get("worst").and_then(Value::as_f64).unwrap_or(0.0) * 100.0,
             )
         }
         Some("left out") => {
-            let shapes = record.get("shapes").and_then(Value::as_array).cloned().unwrap_or_default();
+            let shapes =
+                record.get("shapes").and_then(Value::as_array).cloned().unwrap_or_default();
             let each = shapes.iter().map(|s| {
                 let of = |key: &str| s.get(key).and_then(Value::as_str).unwrap_or("?");
                 format!("left out: {}: {}", of("shape"), of("why"))

@@ -48,7 +48,9 @@ pub struct Geometry {
 pub struct Prompt {
     /// Tells prompts apart.
     pub seed: u64,
-    /// So many tokens at its beginning are those of every prompt with a shared beginning.
+    /// Tells beginnings apart.
+    pub common: u64,
+    /// How many tokens belong to the beginning, and are those of every prompt with the same one.
     pub shared: u32,
     /// Tokens.
     pub len: u32,
@@ -60,7 +62,7 @@ impl Prompt {
         if at >= self.len {
             return TOKEN;
         }
-        let seed = if at < self.shared { 0 } else { self.seed };
+        let seed = if at < self.shared { self.common } else { self.seed };
         let mixed = ((seed << 32) + u64::from(at) + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15);
         let mixed = (mixed ^ (mixed >> 29)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
         ((mixed >> 32) % u64::from(VOCABULARY)) as u32
@@ -124,7 +126,6 @@ pub enum Check {
 #[derive(Clone, Copy, Debug)]
 pub struct Indices {
     pub kv: u32,
-    pub attention: u32,
     pub positions: u32,
     pub sampler: u32,
 }
@@ -140,6 +141,10 @@ pub struct Rig {
     pub ledger: Ledger,
     pub clock: u64,
     pub allocations: Option<fn() -> u64>,
+    /// Tokens of one prompt that a step takes while prompts are computed.
+    pub chunk: u32,
+    /// Counts requests that are asked about and never run.
+    pub generation: u32,
     spare: Option<SubmoduleStep>,
     generations: Vec<u32>,
     free_slots: Vec<u32>,
@@ -175,7 +180,6 @@ impl Rig {
         };
         let at = Indices {
             kv: find("kv")?.0 as u32,
-            attention: find("attn")?.0 as u32,
             positions: find("pos")?.0 as u32,
             sampler: find("sampler")?.0 as u32,
         };
@@ -194,6 +198,8 @@ impl Rig {
             ledger: Ledger::new(at, attention),
             clock: super::stats::clock_cost(),
             allocations: kinds.allocations,
+            chunk: CHUNK,
+            generation: 0,
             spare: Some(SubmoduleStep::new(node, prefill, all)),
             generations: Vec::new(),
             free_slots: Vec::new(),
@@ -206,7 +212,7 @@ impl Rig {
     /// A prompt that nobody had yet.
     pub fn fresh_prompt(&mut self, len: u32) -> Prompt {
         self.seeds += 1;
-        Prompt { seed: self.seeds, shared: 0, len }
+        Prompt { seed: self.seeds, common: 0, shared: 0, len }
     }
 
     /// Takes a request in, and adopts what is cached of its prompt.
@@ -238,7 +244,9 @@ impl Rig {
         );
         for entry in self.runner.resources().entries() {
             let text = if entry.kind == "sampler" { sampling.as_str() } else { "" };
-            entry.resource().ingest_request(rid, &RequestOverrides::new(text, tokens, new_tokens))?;
+            entry
+                .resource()
+                .ingest_request(rid, &RequestOverrides::new(text, tokens, new_tokens))?;
         }
         self.ledger.forget(rid);
         Ok(Stream { rid, prompt, len: 0, sampled: 0, seed })
@@ -318,7 +326,7 @@ impl Rig {
     pub fn compute(&mut self, streams: &mut [Stream], check: Check) -> Result<()> {
         for group in streams.chunks_mut(SIDE_BY_SIDE) {
             loop {
-                let left = |s: &Stream| s.prompt.len.saturating_sub(s.len).min(CHUNK);
+                let left = |s: &Stream| s.prompt.len.saturating_sub(s.len).min(self.chunk);
                 let spans: Vec<u32> = group.iter().map(left).collect();
                 if spans.iter().all(|&span| span == 0) {
                     break;
@@ -440,11 +448,7 @@ impl Rig {
     ///
     /// # Errors
     /// When the last one was not given back.
-    pub fn declare(
-        &mut self,
-        streams: &[Stream],
-        spans: Option<&[u32]>,
-    ) -> Result<SubmoduleStep> {
+    pub fn declare(&mut self, streams: &[Stream], spans: Option<&[u32]>) -> Result<SubmoduleStep> {
         let lost = || Error::new(ErrorKind::Internal, "a step was not given back");
         let mut step = self.spare.take().ok_or_else(lost)?;
         step.clear();
@@ -459,7 +463,8 @@ impl Rig {
             step.segments.push(Segment { request_id: stream.rid, label, span });
             if stream.len < stream.prompt.len {
                 step.graph_walk = self.prefill;
-                step.token_ids.extend((stream.len..stream.len + span).map(|at| stream.prompt.token(at)));
+                step.token_ids
+                    .extend((stream.len..stream.len + span).map(|at| stream.prompt.token(at)));
             } else {
                 step.token_ids.resize(step.token_ids.len() + span as usize, TOKEN);
             }

@@ -13,7 +13,8 @@ use super::decode::WARM;
 use super::kinds::Kinds;
 use super::other::Figures;
 use super::rig::{
-    Geometry, NODE, PAGE, Prompt, SLOTS, TEMPERATURE, TOKEN, TOP_K, TOP_P, VOCABULARY, limits, wanted,
+    Geometry, NODE, PAGE, Prompt, SLOTS, TEMPERATURE, TOKEN, TOP_K, TOP_P, VOCABULARY, limits,
+    wanted,
 };
 use super::stats::{Summary, clock_cost};
 use crate::engine::{Engine, ModelFacts};
@@ -76,10 +77,10 @@ pub fn measure(kinds: &Kinds, count: usize) -> Result<Figures> {
         limits: limits(geometry),
     };
     let set = ResourceSet::build(&kinds.registry, wanted(geometry), &info, services.clone())?;
-    let facts = ModelFacts { eos: Vec::new(), vocab: VOCABULARY as usize };
+    let facts = ModelFacts { eos: Vec::new(), vocab: VOCABULARY as usize, identity: [0; 32] };
     let mut engine = Engine::new(Box::new(Idle), Arc::new(set), services, facts, limits(geometry))?;
     for i in 0..BATCH {
-        let prompt = Prompt { seed: u64::from(i) + 1, shared: 0, len: LEN - i % PAGE };
+        let prompt = Prompt { seed: u64::from(i) + 1, common: 0, shared: 0, len: LEN - i % PAGE };
         let sampling = json!({
             "temperature": TEMPERATURE, "top_k": TOP_K, "top_p": TOP_P, "seed": i,
         });
@@ -101,7 +102,8 @@ pub fn measure(kinds: &Kinds, count: usize) -> Result<Figures> {
         let took = (start.elapsed().as_nanos() as u64).saturating_sub(clock);
         let tokens = events.iter().filter(|e| matches!(e, Event::Token(..))).count();
         if tokens != BATCH as usize {
-            let message = format!("turn {n} gave {tokens} tokens, not {BATCH}: {:?}", events.first());
+            let message =
+                format!("turn {n} gave {tokens} tokens, not {BATCH}: {:?}", events.first());
             return Err(Error::new(ErrorKind::Internal, message));
         }
         if n >= WARM as usize {

@@ -1,46 +1,133 @@
 //! `engine-host bench`.
 
+use std::path::PathBuf;
 use std::process::ExitCode;
 
 use clap::{Args, Subcommand};
+use serde_json::Value;
 
 use super::ConfigArg;
-use crate::bench::{Kinds, Linked, Pool, Shape, record, step};
-use crate::error::Result;
+use crate::bench::{Kinds, Linked, Pool, Shape, abi, load, prefix, ratchet, record, report, step};
+use crate::error::{Error, Result};
 
 #[derive(Subcommand)]
 pub enum BenchCommand {
     /// What the resources cost per step, without a model
     Step(StepArgs),
+    /// What a cached prompt costs: keys, match, adopt, release
+    Prefix(Common),
+    /// How long loading takes, from the start of the process to resources that are built
+    Load(LoadArgs),
+    /// Plugins against the same kinds linked in, in turns
+    Abi(AbiArgs),
+    /// Steps and nothing else, for a program that counts instructions
+    #[command(hide = true)]
+    Ratchet(RatchetArgs),
 }
 
 #[derive(Args)]
-pub struct StepArgs {
+pub struct Common {
     #[command(flatten)]
     config: ConfigArg,
     /// One JSON object per line instead of a table
     #[arg(long)]
     json: bool,
-    /// Few shapes and few steps
+    /// Less of everything: to see that all is well
     #[arg(long)]
     quick: bool,
+}
+
+impl Common {
+    /// Prints a result.
+    fn print(&self, result: &Value) {
+        match self.json {
+            true => println!("{result}"),
+            false => println!("{}", record::line(result)),
+        }
+    }
+}
+
+#[derive(Args)]
+pub struct StepArgs {
+    #[command(flatten)]
+    common: Common,
     /// Only these, such as 256x4k or 256x4kx1M (batch, context, pool of pages)
     #[arg(long, value_name = "BxL[xPOOL]", value_delimiter = ',')]
     shapes: Vec<Shape>,
     /// Only pools of these sizes: `enough`, `1M`, `16M`
     #[arg(long, value_name = "POOL", value_delimiter = ',')]
     pools: Vec<Pool>,
+    /// Writes DOCS/performance.md and the plots in DOCS/img anew
+    #[arg(long, value_name = "DOCS", conflicts_with = "shapes")]
+    report: Option<PathBuf>,
+}
+
+#[derive(Args)]
+pub struct LoadArgs {
+    #[command(flatten)]
+    common: Common,
+    /// This process alone
+    #[arg(long, hide = true)]
+    once: bool,
+}
+
+#[derive(Args)]
+pub struct AbiArgs {
+    #[command(flatten)]
+    common: Common,
+    /// The program with the kinds linked in; without it the one beside this program
+    #[arg(long, value_name = "PROGRAM")]
+    linked: Option<PathBuf>,
+    /// What is compared (batch, context, pool of pages)
+    #[arg(long, value_name = "BxL[xPOOL]", default_value = "256x4k")]
+    shape: String,
+    /// Pairs of runs
+    #[arg(long, default_value_t = 11)]
+    pairs: usize,
+}
+
+#[derive(Args)]
+pub struct RatchetArgs {
+    #[command(flatten)]
+    config: ConfigArg,
+    #[arg(long)]
+    shape: Shape,
+    #[arg(long)]
+    steps: u32,
 }
 
 /// Runs a benchmark with plugins, or with the kinds that the program has linked in.
 pub fn run(command: &BenchCommand, linked: Option<Linked>) -> Result<ExitCode> {
     match command {
-        BenchCommand::Step(args) => run_step(args, linked),
+        BenchCommand::Step(args) => run_step(args, linked)?,
+        BenchCommand::Prefix(args) => {
+            let kinds = Kinds::load(&args.config.load()?, linked)?;
+            prefix::run(&kinds, args.quick, &mut |result| args.print(&result))?;
+        }
+        BenchCommand::Load(LoadArgs { common, once: true }) => {
+            println!("{}", load::once(|| common.config.load())?);
+        }
+        BenchCommand::Load(LoadArgs { common, once: false }) => {
+            common.print(&load::run(common.config.path(), common.quick)?);
+        }
+        BenchCommand::Abi(args) => {
+            args.shape.parse::<Shape>().map_err(Error::usage)?;
+            let (linked, config) = (args.linked.as_deref(), args.common.config.path());
+            let result = abi::run(linked, config, &args.shape, args.pairs, args.common.quick)?;
+            match args.common.json {
+                true => println!("{result}"),
+                false => println!("{}", abi::line(&result)),
+            }
+        }
+        BenchCommand::Ratchet(args) => {
+            ratchet::run(&Kinds::load(&args.config.load()?, linked)?, &args.shape, args.steps)?;
+        }
     }
+    Ok(ExitCode::SUCCESS)
 }
 
-fn run_step(args: &StepArgs, linked: Option<Linked>) -> Result<ExitCode> {
-    let mut options = match (args.shapes.is_empty(), args.quick) {
+fn run_step(args: &StepArgs, linked: Option<Linked>) -> Result<()> {
+    let mut options = match (args.shapes.is_empty(), args.common.quick) {
         (false, quick) => step::Options::only(args.shapes.clone(), quick),
         (true, true) => step::Options::quick(),
         (true, false) => step::Options::full(),
@@ -48,13 +135,17 @@ fn run_step(args: &StepArgs, linked: Option<Linked>) -> Result<ExitCode> {
     if !args.pools.is_empty() {
         options.shapes.retain(|shape| args.pools.contains(&shape.pool));
     }
-    let kinds = Kinds::load(&args.config.load()?, linked)?;
-    if !args.json {
+    let kinds = Kinds::load(&args.common.config.load()?, linked)?;
+    if !args.common.json {
         println!("{}", record::heading());
     }
-    step::run(&kinds, &options, &mut |record| match args.json {
-        true => println!("{record}"),
-        false => println!("{}", record::line(&record)),
+    let mut results = Vec::new();
+    step::run(&kinds, &options, &mut |result| {
+        args.common.print(&result);
+        results.push(result);
     })?;
-    Ok(ExitCode::SUCCESS)
+    match &args.report {
+        Some(docs) => report::write(docs, &results),
+        None => Ok(()),
+    }
 }
