@@ -115,7 +115,7 @@ impl State {
         if self.steps.len() < MAX_IN_FLIGHT {
             return Ok(());
         }
-        let is_empty = |r: &StepRecord| r.marked.is_empty() && r.copies.iter().all(|c| !c.alive);
+        let is_empty = |r: &StepRecord| !r.uses_any() && r.copies.iter().all(|c| !c.alive);
         match self.steps.iter().position(is_empty) {
             Some(at) => {
                 let record = self.steps.remove(at);

@@ -78,6 +78,16 @@ impl Board {
         cells[at].held.store(pack(id, held), Ordering::Release);
     }
 
+    /// Publishes the length of a stream that [`Board::set`] has published before.
+    #[inline]
+    pub(crate) fn set_len(&self, id: StreamId, len: u32) {
+        let (chunk, at, _) = place(id.request.index());
+        let column = self.columns.get(id.label.index()).and_then(OnceLock::get);
+        if let Some(cells) = column.and_then(|c| c.chunks.get(chunk)?.get()) {
+            cells[at].len.store(pack(id, len), Ordering::Release);
+        }
+    }
+
     /// Committed length and pages of a stream; zeros for one that is not open.
     pub(crate) fn get(&self, id: StreamId) -> (u32, u32) {
         let (chunk, at, _) = place(id.request.index());

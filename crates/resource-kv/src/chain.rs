@@ -25,25 +25,26 @@ fn yes() -> bool {
 /// The tokens of a request: its prompt, then what it generated. They stay through a reset, since the
 /// request stays what it is.
 #[derive(Debug, Default)]
+#[repr(C, align(64))]
 pub(crate) struct Chain {
-    root: Link,
     tokens: Vec<u32>,
-    /// Links of whole pages, as far as they were needed.
-    links: Vec<Link>,
     prompt: u32,
     /// Sampled tokens that the host has told of.
     outputs: u32,
     page_size: u32,
+    /// Leading pages of the stream that the index has, or had under another page.
+    pub(crate) indexed: u32,
     /// Whether the tokens are known at all and may be shared.
     keyed: bool,
     /// Whether what the stream holds is these tokens.
     pub(crate) holds: bool,
-    /// Leading pages of the stream that the index has, or had under another page.
-    pub(crate) indexed: u32,
-    /// Pages found for the request that the stream does not have yet. Each counts it as an owner.
-    pub(crate) lease: Vec<u32>,
     /// Tokens that the stream took over from the cache.
     pub(crate) adopted: u32,
+    /// Links of whole pages, as far as they were needed.
+    links: Vec<Link>,
+    /// Pages found for the request that the stream does not have yet. Each counts it as an owner.
+    pub(crate) lease: Vec<u32>,
+    root: Link,
 }
 
 impl Chain {
@@ -94,6 +95,12 @@ impl Chain {
     pub(crate) fn feed(&mut self, start: u32, span: u32, ids: Option<&[u32]>) {
         let from = start as usize;
         match ids {
+            // Nearly always: the token that was sampled last.
+            Some(&[id]) if from < self.tokens.len() => {
+                if self.tokens[from] != id {
+                    self.diverge(start, &[id]);
+                }
+            }
             Some(ids) => {
                 let known = self.tokens.get(from..).unwrap_or(&[]);
                 let same = known.len().min(ids.len());

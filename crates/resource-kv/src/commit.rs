@@ -1,6 +1,6 @@
 //! Making what a step wrote part of its streams.
 
-use resource_api::{LabelId, ResourceError, ResourceStep, Result, StepContext};
+use resource_api::{ResourceError, ResourceStep, Result, StepContext};
 
 use crate::prefix::Fed;
 use crate::state::{Shared, State};
@@ -27,37 +27,49 @@ impl State {
         // Not at admission: a step that is rolled back leaves no trace.
         self.pool.note_peak();
         let mut record = self.steps.remove(at);
-        self.unmark(&record);
         for at in 0..record.copies.len() {
             if !record.copies[at].after && record.copies[at].alive {
                 self.replace(shared, &mut record, at);
             }
         }
         if record.commit {
-            let tokens = record.entries.iter().map(|e| e.span as usize).sum();
-            self.grow(shared, &record, Fed::by(shared, step, ctx, tokens));
+            self.grow(shared, &record, Fed::by(shared, step, ctx, record.tokens as usize));
             self.trim(shared, &record);
+        } else {
+            self.unmark(&record);
         }
         let copied = self.copy_after(shared, &mut record);
         self.spare.push(record);
         copied
     }
 
-    fn grow(&mut self, shared: &Shared, record: &StepRecord, fed: Fed<'_>) {
-        let mut rest = fed;
-        for entry in record.entries.iter().filter(|e| e.span > 0) {
-            let own = rest.split(entry.span);
-            if let (Target::Stream | Target::Fork(_), Some(stream)) =
-                (entry.target, self.requests.get_mut(entry.id))
-            {
-                stream.len += entry.span;
-                stream.generation += 1;
-                self.publish(shared, entry.id);
-                if entry.id.label == LabelId::MAIN {
-                    self.note_fed(entry.id.request, entry.start, entry.span, own);
+    /// Takes the step's marks off its streams and lets them grow, in one pass over them.
+    fn grow(&mut self, shared: &Shared, record: &StepRecord, mut fed: Fed<'_>) {
+        for entry in &record.entries {
+            let own = fed.split(entry.span);
+            let Some((stream, chain)) = self.requests.get_with_chain(entry.id) else { continue };
+            match entry.target {
+                Target::Stream => {
+                    stream.in_flight -= 1;
+                    stream.pending -= entry.span;
+                }
+                Target::Fork(_) => {}
+                Target::Sink | Target::Nothing => continue,
+            }
+            if entry.span == 0 {
+                continue;
+            }
+            stream.len += entry.span;
+            stream.generation += 1;
+            shared.board.set_len(entry.id, stream.len);
+            if let Some(chain) = chain {
+                own.note(chain, entry.start, entry.span);
+                if chain.has_ended_page(stream.len) {
+                    self.ended.push(entry.id.request);
                 }
             }
         }
+        self.unmark_others(record);
         self.index_ended();
     }
 

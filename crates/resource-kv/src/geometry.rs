@@ -52,3 +52,58 @@ pub(crate) fn slot_start(facts: &KvFacts, layer: u32, v: u64, page: u32, slot: u
     let page = u64::from(page) * facts.page_stride + u64::from(layer) * facts.layer_stride;
     (page + v * facts.kv_stride + u64::from(slot) * facts.slot_stride) as usize
 }
+
+/// Token slots of a page, for finding a position's page without a division where that can be.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct PageSize {
+    size: u32,
+    /// `size` is this power of two, or none.
+    shift: Option<u32>,
+}
+
+impl PageSize {
+    pub(crate) fn new(size: u32) -> Self {
+        PageSize { size, shift: size.is_power_of_two().then(|| size.trailing_zeros()) }
+    }
+
+    /// The page in which a position lies.
+    #[inline]
+    pub(crate) fn page(self, position: u32) -> u32 {
+        match self.shift {
+            Some(shift) => position >> shift,
+            None => position / self.size,
+        }
+    }
+
+    /// Its slot in that page.
+    #[inline]
+    pub(crate) fn slot(self, position: u32) -> u32 {
+        position - self.page(position) * self.size
+    }
+
+    /// Pages for so many tokens.
+    #[inline]
+    pub(crate) fn pages(self, tokens: u32) -> u32 {
+        match tokens {
+            0 => 0,
+            _ => self.page(tokens - 1) + 1,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn positions_are_found_with_and_without_division() {
+        for size in 1..20u32 {
+            let by = PageSize::new(size);
+            for n in [0, 1, size - 1, size, size + 1, 7 * size, 1000, u32::MAX] {
+                let wide = u64::from(n);
+                assert_eq!((by.page(n), by.slot(n)), (n / size, n % size), "{n} by {size}");
+                assert_eq!(u64::from(by.pages(n)), wide.div_ceil(u64::from(size)));
+            }
+        }
+    }
+}

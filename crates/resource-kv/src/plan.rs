@@ -5,11 +5,12 @@ use resource_api::{
     ResourceStep, Result, StepContext,
 };
 
+use crate::geometry::PageSize;
 use crate::pool::SINK;
 use crate::seats::Seats;
 use crate::state::{Shared, State};
 use crate::step::{Entry, StepRecord, Target, plan_label};
-use crate::stream::{NO_SEAT, Requests, Stream};
+use crate::stream::{NO_SEAT, Requests};
 
 impl State {
     /// Writes the step's plan into its slot. A step that was planned ahead for the same lease keeps
@@ -89,12 +90,18 @@ fn lay_out(
     ctx: &StepContext<'_>,
     combined: &[CombinedLabel],
 ) -> Result<()> {
-    write_groups(plan, record, combined)?;
-    for entry in &record.entries {
-        if let (Target::Stream | Target::Fork(_), Some(s)) =
-            (entry.target, requests.get_mut(entry.id))
-        {
-            seats.take(s);
+    let uniform = record.one_label && combined.is_empty();
+    match record.entries.first() {
+        Some(first) if uniform => write_group(plan, record, first.id.label),
+        _ => write_groups(plan, record, combined)?,
+    }
+    if record.unseated {
+        for entry in &record.entries {
+            if let (Target::Stream | Target::Fork(_), Some(s)) =
+                (entry.target, requests.get_mut(entry.id))
+            {
+                seats.take(s);
+            }
         }
     }
     let slot = ctx.slot() as usize;
@@ -118,6 +125,7 @@ fn lay_out(
         ..
     } = plan;
     let mut columns = Columns {
+        request: request.resize(rows, resource_api::RequestId::padding(0)),
         seat: seat.resize(rows, 0),
         start: start.resize(rows, 0),
         span: span.resize(rows, 0),
@@ -126,35 +134,48 @@ fn lay_out(
         last_page_len: last_page_len.resize(rows, 0),
         write_page: write_page.resize(tokens, SINK),
         write_slot: write_slot.resize(tokens, 0),
-        page_size: shared.facts.page_size,
+        size: shared.page_size,
     };
-    let request = request.resize(rows, resource_api::RequestId::padding(0));
-    let (mut row, mut token) = (0, 0);
-    for group in groups.iter() {
-        let first_token = token;
-        for_each_of(record, group.label, combined, |entry| {
-            request[row] = entry.id.request;
-            columns.token_start[row] = (token - first_token) as u32;
-            let stream = requests.get(entry.id);
-            let found = match (entry.target, stream) {
-                (Target::Stream, Some(s)) => Some((s, &s.pages, s.table)),
-                (Target::Fork(at), Some(s)) => {
-                    Some((s, &record.copies[at].pages, record.copies[at].table))
-                }
-                _ => None,
-            };
-            match found {
-                Some((stream, pages, list)) => {
-                    let needed = columns.stream_row(row, token, entry, stream, pages);
-                    seats.write(slot, table.as_mut_slice(), stream.seat, list, &pages[..needed]);
-                }
-                None => columns.sink_row(row, token, entry),
+    let mut tables = seats.tables(slot, table.as_mut_slice());
+    let mut at = At::default();
+    let mut add = |entry: &Entry, at: At| {
+        let stream = match entry.target {
+            Target::Stream | Target::Fork(_) => requests.get(entry.id),
+            Target::Sink | Target::Nothing => None,
+        };
+        let Some(stream) = stream else { return columns.sink_row(at, entry) };
+        let (pages, list) = match entry.target {
+            Target::Fork(copy) => {
+                let copy = &record.copies[copy as usize];
+                (&copy.pages, copy.table)
             }
-            row += 1;
-            token += entry.span as usize;
+            _ => (&stream.pages, stream.table),
+        };
+        let needed = columns.stream_row(at, entry, stream.seat, pages);
+        tables.write(stream.seat, list, &pages[..needed]);
+    };
+    if uniform {
+        for entry in &record.entries {
+            add(entry, at);
+            at.pass(entry.span);
+        }
+        return Ok(());
+    }
+    for group in groups.iter() {
+        at.first_token = at.token;
+        for_each_of(record, group.label, combined, |entry| {
+            add(entry, at);
+            at.pass(entry.span);
         });
     }
     Ok(())
+}
+
+/// The group of a step whose rows all have one label.
+fn write_group(plan: &mut KvPlan, record: &StepRecord, label: LabelId) {
+    let (num_rows, num_tokens) = (record.entries.len() as u32, record.tokens);
+    plan.groups.clear();
+    plan.groups.push(KvGroup { label, first_row: 0, num_rows, first_token: 0, num_tokens });
 }
 
 /// One group per plan label, in order of first appearance.
@@ -208,8 +229,25 @@ fn for_each_of(
     }
 }
 
+/// Where the next row goes.
+#[derive(Clone, Copy, Debug, Default)]
+struct At {
+    row: usize,
+    token: usize,
+    /// First token of the group.
+    first_token: usize,
+}
+
+impl At {
+    fn pass(&mut self, span: u32) {
+        self.row += 1;
+        self.token += span as usize;
+    }
+}
+
 /// The columns of a plan, as slices.
 struct Columns<'a> {
+    request: &'a mut [resource_api::RequestId],
     seat: &'a mut [u32],
     start: &'a mut [u32],
     span: &'a mut [u32],
@@ -218,44 +256,50 @@ struct Columns<'a> {
     last_page_len: &'a mut [u32],
     write_page: &'a mut [u32],
     write_slot: &'a mut [u32],
-    page_size: u32,
+    size: PageSize,
 }
 
 impl Columns<'_> {
-    fn row(&mut self, row: usize, seat: u32, start: u32, span: u32, len: u32) {
+    #[inline]
+    fn row(&mut self, at: At, entry: &Entry, seat: u32, start: u32, len: u32) {
+        let row = at.row;
+        self.request[row] = entry.id.request;
         self.seat[row] = seat;
         self.start[row] = start;
-        self.span[row] = span;
+        self.span[row] = entry.span;
         self.len[row] = len;
-        self.last_page_len[row] = if len == 0 { 0 } else { (len - 1) % self.page_size + 1 };
+        self.token_start[row] = (at.token - at.first_token) as u32;
+        self.last_page_len[row] = if len == 0 { 0 } else { self.size.slot(len - 1) + 1 };
     }
 
     /// A row that reads and writes `pages`; says how many of them.
-    fn stream_row(
-        &mut self,
-        row: usize,
-        token: usize,
-        entry: &Entry,
-        stream: &Stream,
-        pages: &[u32],
-    ) -> usize {
+    #[inline]
+    fn stream_row(&mut self, at: At, entry: &Entry, seat: u32, pages: &[u32]) -> usize {
         let len = entry.start + entry.span;
-        self.row(row, stream.seat, entry.start, entry.span, len);
-        let size = self.page_size;
-        let places = self.write_page[token..].iter_mut().zip(&mut self.write_slot[token..]);
-        for ((page, slot), position) in places.zip(entry.start..len) {
-            (*page, *slot) = (pages[(position / size) as usize], position % size);
+        self.row(at, entry, seat, entry.start, len);
+        let size = self.size;
+        if entry.span == 1 {
+            let page = size.page(entry.start) as usize;
+            self.write_page[at.token] = pages[page];
+            self.write_slot[at.token] = size.slot(entry.start);
+            return page + 1;
         }
-        len.div_ceil(size) as usize
+        let tokens = at.token..at.token + entry.span as usize;
+        let places = self.write_page[tokens.clone()].iter_mut().zip(&mut self.write_slot[tokens]);
+        for ((page, slot), position) in places.zip(entry.start..len) {
+            (*page, *slot) = (pages[size.page(position) as usize], size.slot(position));
+        }
+        size.pages(len) as usize
     }
 
     /// A row of the sink. Attention over no tokens is undefined, so padding reads at least one.
-    fn sink_row(&mut self, row: usize, token: usize, entry: &Entry) {
+    fn sink_row(&mut self, at: At, entry: &Entry) {
         let len = if entry.target == Target::Nothing { 0 } else { entry.span.max(1) };
-        self.row(row, NO_SEAT, 0, entry.span, len);
-        let places = self.write_page[token..].iter_mut().zip(&mut self.write_slot[token..]);
+        self.row(at, entry, NO_SEAT, 0, len);
+        let tokens = at.token..at.token + entry.span as usize;
+        let places = self.write_page[tokens.clone()].iter_mut().zip(&mut self.write_slot[tokens]);
         for ((page, slot), position) in places.zip(0..entry.span) {
-            (*page, *slot) = (SINK, position % self.page_size);
+            (*page, *slot) = (SINK, self.size.slot(position));
         }
     }
 }

@@ -10,6 +10,7 @@ use resource_api::{
     WalkId,
 };
 
+use crate::chain::Chain;
 use crate::keys::{Link, root};
 use crate::state::{Shared, State};
 use crate::stream::StreamId;
@@ -96,6 +97,17 @@ impl<'a> Fed<'a> {
         let (own, rest) = ids.split_at(span as usize);
         *self = Fed::Ids(rest);
         Fed::Ids(own)
+    }
+
+    /// Notes in a stream's chain what a commit has added after its first `start` tokens.
+    #[inline]
+    pub(crate) fn note(self, chain: &mut Chain, start: u32, span: u32) {
+        match self {
+            Fed::Ignored => {}
+            Fed::Foreign => chain.holds = false,
+            Fed::Unnamed => chain.feed(start, span, None),
+            Fed::Ids(ids) => chain.feed(start, span, Some(ids)),
+        }
     }
 }
 
@@ -248,21 +260,6 @@ impl State {
             }
         }
         self.index_ended();
-    }
-
-    /// Notes what a commit has added to a `main` stream after its first `start` tokens.
-    #[inline]
-    pub(crate) fn note_fed(&mut self, request: RequestId, start: u32, span: u32, fed: Fed<'_>) {
-        let Some((stream, chain)) = self.requests.main_and_chain(request) else { return };
-        match fed {
-            Fed::Ignored => return,
-            Fed::Foreign => chain.holds = false,
-            Fed::Unnamed => chain.feed(start, span, None),
-            Fed::Ids(ids) => chain.feed(start, span, Some(ids)),
-        }
-        if chain.has_ended_page(stream.len) {
-            self.ended.push(request);
-        }
     }
 
     /// Indexes the pages that have become whole. Keys first, then one wait for the memory of all.

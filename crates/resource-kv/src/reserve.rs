@@ -7,7 +7,7 @@ use resource_api::{
 use crate::board::Board;
 use crate::state::{Shared, State};
 use crate::step::{Copy, Entry, StepRecord, Target, is_real};
-use crate::stream::{StreamId, droppable};
+use crate::stream::{NO_SEAT, StreamId, droppable};
 
 /// What the first pass over a step finds: how many pages it takes, and the stream at which the free
 /// ones ran out.
@@ -125,13 +125,13 @@ impl State {
                 let what = format!("a padding row of {span} tokens; `max_seq_len` is {max}");
                 return Err(ResourceError::invalid(what).into());
             }
-            record.entries.push(entry);
+            record.push(entry);
             return Ok(());
         }
         if self.requests.get(id).is_none() {
             if span == 0 {
                 entry.target = Target::Nothing;
-                record.entries.push(entry);
+                record.push(entry);
                 return Ok(());
             }
             self.open(id, record)?;
@@ -146,9 +146,13 @@ impl State {
         if stream.rewriters > 0 {
             return Err(deferred(id));
         }
-        let copy = record.copy_into(id);
+        record.unseated |= stream.seat == NO_SEAT;
+        let copy = match record.copies.is_empty() {
+            true => None,
+            false => record.copy_into(id),
+        };
         (entry.target, entry.start) = match copy {
-            Some(at) => (Target::Fork(at), record.copies[at].len),
+            Some(at) => (Target::Fork(at as u32), record.copies[at].len),
             None => (Target::Stream, stream.next_len()),
         };
         let held = stream.held();
@@ -157,6 +161,10 @@ impl State {
             let what =
                 format!("{} and {span} more tokens are over `max_seq_len` = {max}", entry.start);
             return Err(never(id, what));
+        }
+        record.push(entry);
+        if copy.is_none() && u64::from(total) <= u64::from(held) * u64::from(self.page_size()) {
+            return Ok(());
         }
         let pages = shared.pages_for(total);
         if span > 0 && pages > self.pool.usable() {
@@ -172,14 +180,11 @@ impl State {
                 copy.need = copy.need.max(pages);
             }
             None => {
-                let fresh = pages.saturating_sub(held);
+                let fresh = pages - held;
                 need.add(fresh, ready, id);
-                if fresh > 0 {
-                    record.taken.push((id, fresh));
-                }
+                record.taken.push((id, fresh));
             }
         }
-        record.entries.push(entry);
         Ok(())
     }
 
@@ -295,13 +300,13 @@ impl State {
             assert!(taken, "the first pass counted the pages");
             self.publish(shared, id);
         }
-        for at in 0..record.entries.len() {
-            let entry = record.entries[at];
-            let pending = record.pending(&entry);
-            if let (Target::Stream, Some(stream)) = (entry.target, self.requests.get_mut(entry.id))
-            {
-                stream.pending += pending;
-                self.mark(entry.id, false, record);
+        for entry in &record.entries {
+            if entry.target != Target::Stream {
+                continue;
+            }
+            if let Some(stream) = self.requests.get_mut(entry.id) {
+                stream.pending += record.pending(entry);
+                stream.in_flight += 1;
             }
         }
         for at in 0..record.retention.len() {
@@ -319,7 +324,7 @@ impl State {
     fn mark(&mut self, id: StreamId, rewrites: bool, record: &mut StepRecord) {
         if let Some(stream) = self.requests.get_mut(id) {
             stream.in_flight += 1;
-            stream.rewriters += u32::from(rewrites);
+            stream.rewriters += u16::from(rewrites);
             record.marked.push((id, rewrites));
         }
     }

@@ -12,7 +12,7 @@ use resource_api::{
 
 use crate::board::Board;
 use crate::chain::Chain;
-use crate::geometry::{lay_out, total_bytes};
+use crate::geometry::{PageSize, lay_out, total_bytes};
 use crate::memory::KvMemory;
 use crate::prefix::Prefix;
 use crate::spec::{KvSpec, within};
@@ -96,6 +96,7 @@ impl Kv {
             shared: Shared {
                 key: spec.resource_key.clone(),
                 facts,
+                page_size: PageSize::new(facts.page_size),
                 memory,
                 board: Board::new(),
                 host: info.host.clone(),

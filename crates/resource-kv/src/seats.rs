@@ -73,26 +73,37 @@ impl Seats {
         }
     }
 
-    /// Brings the seat's row up to date with the first `pages` pages of page list `list`.
-    pub(crate) fn write(
-        &mut self,
-        slot: usize,
-        table: &mut [u32],
-        seat: u32,
-        list: u64,
-        pages: &[u32],
-    ) {
-        let written = &mut self.slots[slot][seat as usize];
-        if written.table != list {
-            *written = Written { table: list, pages: 0 };
-        }
-        let known = (written.pages as usize).min(pages.len());
-        let row = seat as usize * self.stride as usize;
-        table[row + known..row + pages.len()].copy_from_slice(&pages[known..]);
-        written.pages = written.pages.max(pages.len() as u32);
+    /// The rows of a slot, whose table has been given room.
+    pub(crate) fn tables<'a>(&'a mut self, slot: usize, table: &'a mut [u32]) -> Tables<'a> {
+        Tables { stride: self.stride as usize, written: &mut self.slots[slot], table }
     }
 
     pub(crate) fn stride(&self) -> u32 {
         self.stride
+    }
+}
+
+/// The page tables of one slot.
+pub(crate) struct Tables<'a> {
+    stride: usize,
+    written: &'a mut [Written],
+    table: &'a mut [u32],
+}
+
+impl Tables<'_> {
+    /// Brings the seat's row up to date with the first `pages` pages of page list `list`.
+    #[inline]
+    pub(crate) fn write(&mut self, seat: u32, list: u64, pages: &[u32]) {
+        let written = &mut self.written[seat as usize];
+        if written.table == list && written.pages as usize >= pages.len() {
+            return;
+        }
+        if written.table != list {
+            *written = Written { table: list, pages: 0 };
+        }
+        let known = written.pages as usize;
+        let row = seat as usize * self.stride;
+        self.table[row + known..row + pages.len()].copy_from_slice(&pages[known..]);
+        written.pages = pages.len() as u32;
     }
 }

@@ -10,6 +10,7 @@ use resource_api::{
 
 use crate::board::Board;
 use crate::chain::Chain;
+use crate::geometry::PageSize;
 use crate::memory::KvMemory;
 use crate::pool::PagePool;
 use crate::prefix::Prefix;
@@ -23,6 +24,7 @@ pub(crate) struct Shared {
     /// The resource's key, for counters.
     pub(crate) key: String,
     pub(crate) facts: KvFacts,
+    pub(crate) page_size: PageSize,
     pub(crate) memory: KvMemory,
     pub(crate) board: Board,
     pub(crate) host: HostServicesHandle,
@@ -43,7 +45,7 @@ impl Shared {
 
     /// Pages for this many tokens.
     pub(crate) fn pages_for(&self, tokens: u32) -> u32 {
-        tokens.div_ceil(self.facts.page_size)
+        self.page_size.pages(tokens)
     }
 }
 

@@ -10,7 +10,7 @@ pub(crate) enum Target {
     /// The stream itself.
     Stream,
     /// The copy that this fork of the step makes before it.
-    Fork(usize),
+    Fork(u32),
     /// The sink: padding, and requests that have gone since.
     Sink,
     /// No tokens: a stream that nobody opened, which this step does not extend.
@@ -69,6 +69,12 @@ pub(crate) struct StepRecord {
     /// Whether the streams grow at commit.
     pub(crate) commit: bool,
     pub(crate) entries: Vec<Entry>,
+    /// Tokens of all entries.
+    pub(crate) tokens: u32,
+    /// Whether all entries have the label of the first.
+    pub(crate) one_label: bool,
+    /// Whether a stream of it had no seat when it was admitted.
+    pub(crate) unseated: bool,
     /// In the order they are made.
     pub(crate) copies: Vec<Copy>,
     pub(crate) retention: Vec<Retention>,
@@ -76,7 +82,7 @@ pub(crate) struct StepRecord {
     pub(crate) opened: Vec<StreamId>,
     /// Pages that it took for a stream, in order.
     pub(crate) taken: Vec<(StreamId, u32)>,
-    /// Streams that it marked as in flight, and whether it rewrites them.
+    /// Streams besides those of its entries that it marked as in flight, and whether it rewrites them.
     pub(crate) marked: Vec<(StreamId, bool)>,
     /// Its plan, and the lease it was made for.
     pub(crate) plan: Option<(SlotLease, Plan)>,
@@ -93,6 +99,7 @@ impl StepRecord {
         self.stale = false;
         self.commit = options.is_none_or(|o| o.commit);
         self.entries.clear();
+        (self.tokens, self.one_label, self.unseated) = (0, true, false);
         self.copies.clear();
         self.retention.clear();
         self.opened.clear();
@@ -117,6 +124,25 @@ impl StepRecord {
             }
         };
         rest && entries.eq(asked)
+    }
+
+    /// Adds an entry.
+    #[inline]
+    pub(crate) fn push(&mut self, entry: Entry) {
+        self.tokens = self.tokens.saturating_add(entry.span);
+        self.one_label &= self.entries.first().is_none_or(|e| e.id.label == entry.id.label);
+        self.entries.push(entry);
+    }
+
+    /// Whether it marked a stream as in flight.
+    pub(crate) fn uses(&self, id: StreamId) -> bool {
+        let of_entry = |e: &Entry| e.target == Target::Stream && e.id == id;
+        self.entries.iter().any(of_entry) || self.marked.iter().any(|(marked, _)| *marked == id)
+    }
+
+    /// Whether it marked any stream as in flight.
+    pub(crate) fn uses_any(&self) -> bool {
+        !self.marked.is_empty() || self.entries.iter().any(|e| e.target == Target::Stream)
     }
 
     /// Tokens that the entry makes pending on its stream.

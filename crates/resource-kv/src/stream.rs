@@ -17,32 +17,34 @@ pub(crate) struct StreamId {
     pub(crate) label: LabelId,
 }
 
-/// The tokens of a stream that are here.
+/// The tokens of a stream that are here. What every step touches comes first: with the request's
+/// generation it is one cache line.
 #[derive(Debug, Default)]
+#[repr(C)]
 pub(crate) struct Stream {
-    /// Pages in stream order. May be more than the tokens need: reservations, and what a reset or a
-    /// step without commit left.
-    pub(crate) pages: Vec<u32>,
     /// Committed tokens.
     pub(crate) len: u32,
     /// Tokens that steps in flight will commit.
     pub(crate) pending: u32,
+    /// Its row in page tables.
+    pub(crate) seat: u32,
     /// Steps in flight that read or extend it.
-    pub(crate) in_flight: u32,
+    pub(crate) in_flight: u16,
     /// Steps in flight that will replace or trim it.
-    pub(crate) rewriters: u32,
+    pub(crate) rewriters: u16,
+    /// The last admission that looked at it, to find streams named twice.
+    pub(crate) seen: u64,
+    /// Changes whenever a page that a table may already list is replaced or dropped.
+    pub(crate) table: u64,
+    /// Pages in stream order. May be more than the tokens need: reservations, and what a reset or a
+    /// step without commit left.
+    pub(crate) pages: Vec<u32>,
+    /// Counts changes of the contents.
+    pub(crate) generation: u64,
     /// Tokens released at the front over the stream's life.
     pub(crate) released: u64,
     /// Tokens at the front that are never released.
     pub(crate) protected: u32,
-    /// Counts changes of the contents.
-    pub(crate) generation: u64,
-    /// Changes whenever a page that a table may already list is replaced or dropped.
-    pub(crate) table: u64,
-    /// Its row in page tables.
-    pub(crate) seat: u32,
-    /// The last admission that looked at it, to find streams named twice.
-    pub(crate) seen: u64,
 }
 
 impl Stream {
@@ -68,6 +70,7 @@ pub(crate) fn droppable(len: u32, protected: u32, keep: u32, page_size: u32) -> 
 }
 
 #[derive(Debug, Default)]
+#[repr(C, align(64))]
 struct Request {
     /// Generation of the live request; 0 when the slot is vacant.
     generation: u32,
@@ -120,6 +123,7 @@ impl Requests {
     }
 
     /// A stream that is open.
+    #[inline]
     pub(crate) fn get(&self, id: StreamId) -> Option<&Stream> {
         let slot = self.slots.get(id.request.index())?;
         if slot.generation != id.request.generation || slot.generation == 0 {
@@ -132,6 +136,7 @@ impl Requests {
     }
 
     /// A stream that is open, to change.
+    #[inline]
     pub(crate) fn get_mut(&mut self, id: StreamId) -> Option<&mut Stream> {
         let slot = self.slots.get_mut(id.request.index())?;
         if slot.generation != id.request.generation || slot.generation == 0 {
@@ -143,7 +148,20 @@ impl Requests {
         }
     }
 
+    /// A stream that is open, and for `main` what is known of its tokens.
+    #[inline]
+    pub(crate) fn get_with_chain(
+        &mut self,
+        id: StreamId,
+    ) -> Option<(&mut Stream, Option<&mut Chain>)> {
+        if id.label == LabelId::MAIN {
+            return self.main_and_chain(id.request).map(|(stream, chain)| (stream, Some(chain)));
+        }
+        self.get_mut(id).map(|stream| (stream, None))
+    }
+
     /// A live request's stream `main` and what is known of its tokens.
+    #[inline]
     pub(crate) fn main_and_chain(
         &mut self,
         request: RequestId,

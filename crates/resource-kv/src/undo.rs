@@ -7,16 +7,22 @@ use crate::stream::Stream;
 impl State {
     /// Takes the step's marks off its streams.
     pub(crate) fn unmark(&mut self, record: &StepRecord) {
-        for &(id, rewrites) in &record.marked {
-            if let Some(stream) = self.requests.get_mut(id) {
-                stream.in_flight -= 1;
-                stream.rewriters -= u32::from(rewrites);
-            }
-        }
+        self.unmark_others(record);
         for entry in &record.entries {
             if let (Target::Stream, Some(stream)) = (entry.target, self.requests.get_mut(entry.id))
             {
                 stream.pending -= record.pending(entry);
+                stream.in_flight -= 1;
+            }
+        }
+    }
+
+    /// Takes the step's marks off the streams that it has marked besides those of its entries.
+    pub(crate) fn unmark_others(&mut self, record: &StepRecord) {
+        for &(id, rewrites) in &record.marked {
+            if let Some(stream) = self.requests.get_mut(id) {
+                stream.in_flight -= 1;
+                stream.rewriters -= u16::from(rewrites);
             }
         }
     }
@@ -37,8 +43,7 @@ impl State {
         while let Some((id, fresh)) = record.taken.pop() {
             let table = self.new_table();
             let Some(stream) = self.requests.get_mut(id) else { continue };
-            let uses_it = |r: &StepRecord| r.marked.iter().any(|(marked, _)| *marked == id);
-            if stream.in_flight > 0 && self.steps[at..].iter().any(uses_it) {
+            if stream.in_flight > 0 && self.steps[at..].iter().any(|r| r.uses(id)) {
                 // A later step has laid itself out on these pages: they stay with the stream.
                 continue;
             }
