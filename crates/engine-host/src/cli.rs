@@ -10,7 +10,21 @@ use crate::bench::Linked;
 use crate::config::Config;
 use crate::error::{Error, Result};
 
+/// A line on standard output. A reader that has gone (`| head`), or a full disk, ends the program
+/// with a failure, never with a panic.
+macro_rules! say {
+    ($($text:tt)*) => { $crate::cli::print_line(format_args!($($text)*)) };
+}
+/// A line on standard error, which may be closed.
+macro_rules! note {
+    ($($text:tt)*) => {{
+        use std::io::Write as _;
+        let _ = writeln!(std::io::stderr(), $($text)*);
+    }};
+}
+
 mod bench;
+mod bench_model;
 mod generate;
 mod jobs;
 mod plugins;
@@ -73,10 +87,10 @@ struct GenerateArgs {
     #[arg(long, value_name = "FILE.jsonl", group = "input")]
     prompts: Option<PathBuf>,
     /// Where results of --prompts go, one JSON object per line; without it to standard output
-    #[arg(long, value_name = "FILE.jsonl", requires = "prompts")]
+    #[arg(long, value_name = "FILE.jsonl")]
     output: Option<PathBuf>,
     /// Control-token strings in --prompt become those tokens
-    #[arg(long, requires = "prompt")]
+    #[arg(long)]
     parse_special: bool,
     #[command(flatten)]
     sampling: SamplingArgs,
@@ -165,7 +179,11 @@ pub fn main_with(linked: Option<Linked>) -> ExitCode {
         Ok(filter) => filter,
         Err(e) => return fail(&Error::usage(format!("--log {:?}: {e}", cli.log))),
     };
-    tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).init();
+    tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_ansi(std::io::IsTerminal::is_terminal(&std::io::stderr()))
+        .with_writer(std::io::stderr)
+        .init();
     let done = match &cli.command {
         Command::Generate(args) => generate::run(args),
         Command::Plugin(PluginCommand::List { config, json }) => plugins::list(config, *json),
@@ -177,9 +195,17 @@ pub fn main_with(linked: Option<Linked>) -> ExitCode {
     }
 }
 
+fn print_line(text: std::fmt::Arguments<'_>) {
+    use std::io::Write;
+    if let Err(e) = writeln!(std::io::stdout(), "{text}") {
+        note!("error: cannot write the output: {e}");
+        std::process::exit(1);
+    }
+}
+
 fn fail(error: &Error) -> ExitCode {
     for line in error.to_string().lines() {
-        eprintln!("error: {line}");
+        note!("error: {line}");
     }
     ExitCode::from(error.exit_code())
 }

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use crate::document::{self, Problem, Problems};
 use crate::elf::{self, CheckedFile, LibraryError};
 use crate::error::{Error, Result};
-use crate::manifest::{ApiVersion, Manifest};
+use crate::manifest::{ApiVersion, Manifest, Requirement};
 use crate::suggest;
 
 pub mod policy;
@@ -115,6 +115,7 @@ pub fn discover(dirs: &[PathBuf], options: &Options) -> Result<Discovery> {
         return Err(Error::Discovery(Problems(problems)));
     }
     refuse_duplicates(&mut plugins);
+    refuse_unmet(&mut plugins);
     Ok(Discovery { plugins })
 }
 
@@ -230,6 +231,30 @@ fn refuse_duplicates(plugins: &mut [Discovered]) {
                 plugins[i].refuse(reason);
             }
         }
+    }
+}
+
+/// A plugin that requires what no usable plugin provides is refused, and so, in turn, is what
+/// requires something of it.
+fn refuse_unmet(plugins: &mut [Discovered]) {
+    loop {
+        let manifest = |p: &Discovered| match p.state {
+            State::Usable => p.manifest.clone(),
+            _ => None,
+        };
+        let usable: Vec<Manifest> = plugins.iter().filter_map(manifest).collect();
+        let is_met = |wanted: &Requirement| {
+            wanted.optional
+                || usable.iter().flat_map(|m| &m.provides).any(|offered| wanted.accepts(offered))
+        };
+        let unmet = plugins.iter().enumerate().find_map(|(i, plugin)| {
+            let wanted = manifest(plugin)?.requires.into_iter().find(|r| !is_met(r))?;
+            Some((i, wanted))
+        });
+        let Some((i, wanted)) = unmet else { return };
+        let offered = usable.iter().flat_map(|m| &m.provides).map(|c| c.name.as_str());
+        let hint = suggest::did_you_mean(&wanted.name, offered);
+        plugins[i].refuse(format!("requires {wanted}, which no usable plugin provides{hint}"));
     }
 }
 

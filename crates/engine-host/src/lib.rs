@@ -6,8 +6,8 @@
 
 #![forbid(unsafe_code)]
 
-mod checkpoint;
 pub mod bench;
+mod checkpoint;
 pub mod cli;
 pub mod config;
 pub mod discovery;

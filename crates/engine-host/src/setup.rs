@@ -104,6 +104,7 @@ pub fn load_with(
         limits,
     };
     let wanted = specs(config, &decoder)?;
+    check_settings(config, registry, &wanted)?;
     let resources = Arc::new(ResourceSet::build(registry, wanted, &info, services.clone())?);
     let facts = ModelFacts {
         eos: model.tokenizer.eos_ids().to_vec(),
@@ -190,6 +191,23 @@ fn specs(config: &Config, node: &dyn Node) -> Result<Vec<Wanted>> {
     }
     finish(problems)?;
     Ok(wanted)
+}
+
+/// Has every kind read its settings, so that all mistakes are told together and with their places.
+fn check_settings(config: &Config, registry: &Registry, wanted: &[Wanted]) -> Result<()> {
+    let mut problems = Vec::new();
+    for Wanted { spec, .. } in wanted {
+        let Err(e) = registry.depends_on(spec) else { continue };
+        let Some(resource) = config.resources.get(&spec.resource_key) else { return Err(e) };
+        let message = e.to_string();
+        // A kind names the key it means in backticks, or at the start.
+        let quoted = message.split('`').nth(1);
+        let first = message.split("]: ").nth(1).and_then(|rest| rest.split(':').next());
+        let named = |key: &&str| resource.settings.contains_key(*key);
+        let key = quoted.filter(named).or(first.filter(named)).unwrap_or_default();
+        problems.push(problem(config, resource, key, message.clone()));
+    }
+    finish(problems)
 }
 
 /// Puts what the config says over the defaults. What the model decides may be repeated, not

@@ -36,6 +36,8 @@ pub fn plugin_entry(input: TokenStream) -> TokenStream {
                 ::resource_api::abi::root::open_plugin(
                     env!("CARGO_PKG_NAME"),
                     env!("CARGO_PKG_VERSION"),
+                    // Of this library: resource-api itself may have been built otherwise.
+                    cfg!(panic = "unwind"),
                     || vec![#(::resource_api::kind::<#kinds>()),*],
                 )
             }

@@ -46,7 +46,13 @@ impl NodeResourceSpec<String> {
 /// Reads JSON text into a kind's own type, naming the nearest valid key for an unknown one.
 pub fn parse_settings<S: DeserializeOwned>(text: &str) -> Result<S> {
     let text = if text.trim().is_empty() { "{}" } else { text };
-    serde_json::from_str(text).map_err(|e| ResourceError::invalid(with_suggestion(&e.to_string())))
+    let mut reader = serde_json::Deserializer::from_str(text);
+    serde_path_to_error::deserialize(&mut reader).map_err(|e| {
+        let what = with_suggestion(&e.inner().to_string());
+        let path = e.path().to_string();
+        let known = path == "." || what.contains(&format!("`{path}`"));
+        ResourceError::invalid(if known { what } else { format!("{path}: {what}") })
+    })
 }
 
 /// serde says "unknown field `x`, expected one of `a`, `b`"; adds which of them `x` looks like.
@@ -272,6 +278,17 @@ impl<'a> RequestOverrides<'a> {
         self.text().map(parse_settings).transpose()
     }
 
+    /// For a kind without per-request config: fails when the request has some.
+    ///
+    /// # Errors
+    /// `INVALID` naming the first key.
+    pub fn refuse_any(&self) -> Result<()> {
+        #[derive(Deserialize)]
+        #[serde(deny_unknown_fields)]
+        struct Nothing {}
+        self.parse::<Nothing>().map(|_| ())
+    }
+
     /// Token ids of the prompt; empty when the inputs are not tokens.
     pub fn prompt(&self) -> &'a [u32] {
         // SAFETY: from a slice in `new`.
@@ -460,6 +477,14 @@ mod tests {
         assert_eq!(
             message(r#"{"zebra": 16}"#),
             "[resources.main_kv]: unknown key `zebra`; expected `page_size` or `memory`"
+        );
+    }
+
+    #[test]
+    fn a_wrong_type_names_its_key() {
+        assert_eq!(
+            message(r#"{"page_size": "a"}"#),
+            "[resources.main_kv]: page_size: invalid type: string \"a\", expected u32"
         );
     }
 

@@ -7,6 +7,7 @@ use clap::{Args, Subcommand};
 use serde_json::Value;
 
 use super::ConfigArg;
+use super::bench_model::{self, ModelArgs};
 use crate::bench::{Kinds, Linked, Pool, Shape, abi, load, prefix, ratchet, record, report, step};
 use crate::error::{Error, Result};
 
@@ -18,6 +19,8 @@ pub enum BenchCommand {
     Prefix(Common),
     /// How long loading takes, from the start of the process to resources that are built
     Load(LoadArgs),
+    /// How fast the model is computed, in tokens per second
+    Model(ModelArgs),
     /// Plugins against the same kinds linked in, in turns
     Abi(AbiArgs),
     /// Steps and nothing else, for a program that counts instructions
@@ -41,8 +44,8 @@ impl Common {
     /// Prints a result.
     fn print(&self, result: &Value) {
         match self.json {
-            true => println!("{result}"),
-            false => println!("{}", record::line(result)),
+            true => say!("{result}"),
+            false => say!("{}", record::line(result)),
         }
     }
 }
@@ -105,18 +108,19 @@ pub fn run(command: &BenchCommand, linked: Option<Linked>) -> Result<ExitCode> {
             prefix::run(&kinds, args.quick, &mut |result| args.print(&result))?;
         }
         BenchCommand::Load(LoadArgs { common, once: true }) => {
-            println!("{}", load::once(|| common.config.load())?);
+            say!("{}", load::once(|| common.config.load())?);
         }
         BenchCommand::Load(LoadArgs { common, once: false }) => {
             common.print(&load::run(common.config.path(), common.quick)?);
         }
+        BenchCommand::Model(args) => bench_model::run(args)?,
         BenchCommand::Abi(args) => {
             args.shape.parse::<Shape>().map_err(Error::usage)?;
             let (linked, config) = (args.linked.as_deref(), args.common.config.path());
             let result = abi::run(linked, config, &args.shape, args.pairs, args.common.quick)?;
             match args.common.json {
-                true => println!("{result}"),
-                false => println!("{}", abi::line(&result)),
+                true => say!("{result}"),
+                false => say!("{}", abi::line(&result)),
             }
         }
         BenchCommand::Ratchet(args) => {
@@ -137,7 +141,7 @@ fn run_step(args: &StepArgs, linked: Option<Linked>) -> Result<()> {
     }
     let kinds = Kinds::load(&args.common.config.load()?, linked)?;
     if !args.common.json {
-        println!("{}", record::heading());
+        say!("{}", record::heading());
     }
     let mut results = Vec::new();
     step::run(&kinds, &options, &mut |result| {

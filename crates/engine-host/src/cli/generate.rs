@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 use std::fs::File;
-use std::io::{BufWriter, IsTerminal, Write};
+use std::io::{IsTerminal, Write};
 use std::process::ExitCode;
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
@@ -20,24 +20,37 @@ use crate::setup::{self, Loaded};
 /// Loads, runs, prints.
 pub fn run(args: &GenerateArgs) -> Result<ExitCode> {
     let defaults = args.sampling.fields()?;
+    check(args)?;
+    let Some(path) = &args.prompts else {
+        let mut all = defaults;
+        all.extend(single(args));
+        return run_single(&mut load(&args.config)?, all);
+    };
+    // Before the model is loaded: a name that is wrong should not take seconds to be told.
+    File::open(path).map_err(|e| Error::usage(format!("cannot read {}: {e}", path.display())))?;
+    let mut output: Box<dyn Write> = match &args.output {
+        None => Box::new(std::io::stdout().lock()),
+        Some(path) => Box::new(
+            File::create(path)
+                .map_err(|e| Error::usage(format!("cannot write {}: {e}", path.display())))?,
+        ),
+    };
     let mut loaded = load(&args.config)?;
-    match (&args.prompts, single(args)) {
-        (Some(path), _) => {
-            let jobs = jobs::read_file(path, &defaults, &loaded.model)?;
-            let mut output: Box<dyn Write> =
-                match &args.output {
-                    None => Box::new(std::io::stdout().lock()),
-                    Some(path) => Box::new(BufWriter::new(File::create(path).map_err(|e| {
-                        Error::usage(format!("cannot write {}: {e}", path.display()))
-                    })?)),
-                };
-            run_batch(&mut loaded, jobs, &mut output)
+    let jobs = jobs::read_file(path, &defaults, &loaded.model)?;
+    run_batch(&mut loaded, jobs, &mut output)
+}
+
+/// What clap cannot say of these arguments.
+fn check(args: &GenerateArgs) -> Result<()> {
+    let wrong = |what: &str| Err(Error::usage(what));
+    match args {
+        _ if args.sampling.max_tokens == 0 => wrong("--max-tokens must be at least 1"),
+        _ if args.output.is_some() && args.prompts.is_none() => wrong("--output needs --prompts"),
+        _ if args.parse_special && args.prompt.is_none() => wrong("--parse-special needs --prompt"),
+        _ if args.sampling.logprobs.is_some() && args.prompts.is_none() => {
+            wrong("--logprobs needs --prompts: its results hold them")
         }
-        (None, fields) => {
-            let mut all = defaults;
-            all.extend(fields);
-            run_single(&mut loaded, all)
-        }
+        _ => Ok(()),
     }
 }
 
@@ -91,63 +104,81 @@ fn run_single(loaded: &mut Loaded, fields: Map<String, Value>) -> Result<ExitCod
     }
     write(&mut out, b"\n")?;
     drop(out);
-    eprintln!("{}", report::figures(&loaded.engine));
+    note!("{}", report::figures(&loaded.engine));
     failure.map_or(Ok(ExitCode::SUCCESS), Err)
 }
 
-/// Runs all requests as one batch; results come in the order of the input.
+/// A request of a batch on its way to a result line.
+struct Slot {
+    id: Value,
+    outcome: Outcome,
+    logprobs: bool,
+    done: bool,
+}
+
+/// Runs all requests as one batch. Results come in the order of the input, each as soon as it and
+/// all before it are there.
 fn run_batch(loaded: &mut Loaded, jobs: Vec<Job>, output: &mut dyn Write) -> Result<ExitCode> {
     let tokenizer = loaded.model.tokenizer.clone();
     let mut running: HashMap<RequestId, (usize, Detokenizer)> = HashMap::new();
-    let mut results = Vec::with_capacity(jobs.len());
-    for (at, job) in jobs.into_iter().enumerate() {
+    let mut slots = Vec::with_capacity(jobs.len());
+    for (at, mut job) in jobs.into_iter().enumerate() {
+        let request = std::mem::replace(&mut job.request, Ok(Default::default()));
         let mut outcome = Outcome::default();
         let mut logprobs = false;
-        let submitted = job.request.and_then(|request| {
+        let submitted = request.and_then(|request| {
             outcome.prompt_ids.clone_from(&request.prompt);
             logprobs = request.logprobs.is_some();
             let text = Detokenizer::after(tokenizer.clone(), true, &request.prompt);
             loaded.engine.submit(request).map(|rid| (rid, text))
         });
+        let done = submitted.is_err();
         match submitted {
             Ok((rid, text)) => {
                 running.insert(rid, (at, text));
             }
-            Err(e) => outcome.error = Some(e.to_string()),
+            Err(e) => outcome.error = Some(job.error(&e)),
         }
-        results.push((job.id, outcome, logprobs));
+        slots.push(Slot { id: job.id, outcome, logprobs, done });
     }
-    let bar = progress(results.len() as u64);
-    bar.set_position((results.len() - running.len()) as u64);
-    while !loaded.engine.is_idle() {
+    let bar = progress(slots.len() as u64);
+    bar.set_position((slots.len() - running.len()) as u64);
+    let mut written = 0;
+    loop {
+        while let Some(slot) = slots.get(written).filter(|slot| slot.done) {
+            let line = report::line(&slot.id, &slot.outcome, slot.logprobs);
+            write(output, format!("{line}\n").as_bytes())?;
+            written += 1;
+        }
+        if loaded.engine.is_idle() {
+            break;
+        }
         for event in loaded.engine.step() {
             let (Event::Token(rid, _) | Event::Finished(rid, ..) | Event::Failed(rid, _)) = event;
             let Some((at, text)) = running.get_mut(rid) else { continue };
-            let outcome = &mut results[*at].1;
+            let slot = &mut slots[*at];
             match event {
                 Event::Token(_, token) => {
-                    outcome.text.push_str(&text.push(token.id));
-                    outcome.tokens.push(token.clone());
+                    slot.outcome.text.push_str(&text.push(token.id));
+                    slot.outcome.tokens.push(token.clone());
                     continue;
                 }
                 Event::Finished(_, reason, usage) => {
-                    outcome.text.push_str(&text.flush());
-                    outcome.finish = Some((*reason, *usage));
+                    slot.outcome.text.push_str(&text.flush());
+                    slot.outcome.finish = Some((*reason, *usage));
                 }
-                Event::Failed(_, message) => outcome.error = Some(message.clone()),
+                Event::Failed(_, message) => slot.outcome.error = Some(message.clone()),
             }
+            slot.done = true;
             running.remove(rid);
             bar.inc(1);
         }
     }
     bar.finish_and_clear();
-    for (id, outcome, logprobs) in &results {
-        write(output, format!("{}\n", report::line(id, outcome, *logprobs)).as_bytes())?;
-    }
-    eprintln!("{}", report::figures(&loaded.engine));
-    let failed = results.iter().filter(|(_, outcome, _)| outcome.error.is_some()).count();
+    note!("{}", report::figures(&loaded.engine));
+    let failed = slots.iter().filter(|slot| slot.outcome.error.is_some()).count();
     if failed > 0 {
-        eprintln!("error: {failed} of {} requests failed; their lines say why", results.len());
+        note!("error: {failed} of {} requests failed; their lines say why", slots.len());
         return Ok(ExitCode::FAILURE);
     }
     Ok(ExitCode::SUCCESS)

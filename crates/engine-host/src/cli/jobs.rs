@@ -34,6 +34,15 @@ pub struct Job {
     pub id: Value,
     /// What to run, or why it cannot.
     pub request: Result<GenerateRequest>,
+    /// Its line in the file, from 1.
+    line: usize,
+}
+
+impl Job {
+    /// An error of this request with the place that a person looks for.
+    pub fn error(&self, e: &Error) -> String {
+        format!("line {}: {e}", self.line)
+    }
 }
 
 /// Reads a file of requests. A line that is wrong fails alone, naming its number.
@@ -47,21 +56,20 @@ pub fn read_file(
 ) -> Result<Vec<Job>> {
     let bytes = std::fs::read(path)
         .map_err(|e| Error::usage(format!("cannot read {}: {e}", path.display())))?;
+    let bytes = bytes.strip_prefix(b"\xef\xbb\xbf").unwrap_or(&bytes);
     let lines = bytes.split(|&b| b == b'\n').enumerate();
     let blank = |line: &[u8]| line.iter().all(u8::is_ascii_whitespace);
     let jobs = lines.filter(|(_, line)| !blank(line)).enumerate().map(|(at, (number, line))| {
         let mut id = Value::from(at);
-        let request = parse_line(line)
-            .and_then(|mut fields| {
-                if let Some(own) = fields.remove("id") {
-                    id = own;
-                }
-                let mut all = defaults.clone();
-                all.extend(fields);
-                request(all, model)
-            })
-            .map_err(|e| Error::new(e.kind(), format!("line {}: {e}", number + 1)));
-        Job { id, request }
+        let request = parse_line(line).and_then(|mut fields| {
+            if let Some(own) = fields.remove("id") {
+                id = own;
+            }
+            let mut all = defaults.clone();
+            all.extend(fields);
+            request(all, model)
+        });
+        Job { id, request, line: number + 1 }
     });
     Ok(jobs.collect())
 }
@@ -170,7 +178,7 @@ fn ids(fields: &Map<String, Value>, name: &str) -> Result<Option<Vec<u32>>> {
 }
 
 fn number(fields: &Map<String, Value>, name: &str) -> Result<Option<u32>> {
-    let what = "a whole number from 0 to 4294967295";
+    let what = "a whole number up to 4294967295";
     field(fields, name, what, |v| v.as_u64().and_then(|n| u32::try_from(n).ok()))
 }
 

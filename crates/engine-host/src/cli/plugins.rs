@@ -15,11 +15,11 @@ pub fn list(config: &ConfigArg, as_json: bool) -> Result<ExitCode> {
     let discovery = setup::discover(&config.load()?)?;
     let listed: Vec<Listed> = discovery.plugins.iter().map(registry::inspect).collect();
     match as_json {
-        true => println!("{}", serde_json::Value::Array(listed.iter().map(to_json).collect())),
+        true => say!("{}", serde_json::Value::Array(listed.iter().map(to_json).collect())),
         false => listed.iter().for_each(print),
     }
     if listed.is_empty() && !as_json {
-        println!("no manifests found; `cargo xtask build` installs the plugins of this repository");
+        say!("no manifests found; `cargo xtask build` installs the plugins of this repository");
     }
     Ok(ExitCode::SUCCESS)
 }
@@ -38,8 +38,8 @@ fn to_json(listed: &Listed) -> serde_json::Value {
 
 fn print(listed: &Listed) {
     let kinds = listed.kinds.join(", ");
-    println!("{:<24} {:<9} {:<9} {kinds}", listed.name, listed.version, listed.state);
+    say!("{:<24} {:<9} {:<9} {kinds}", listed.name, listed.version, listed.state);
     if let Some(reason) = &listed.reason {
-        println!("    {reason}");
+        say!("    {reason}");
     }
 }

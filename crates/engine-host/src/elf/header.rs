@@ -133,6 +133,13 @@ impl Header {
         if segment_count == 0 || segment_count == PN_XNUM {
             return Err(format!("corrupt: {segment_count} program headers"));
         }
+        // Nobody maps the section headers, but they are the end of what a linker writes: a file that
+        // lacks them was cut.
+        let (sections_at, count, size) = (fields.u64(40), fields.u16(60), fields.u16(58));
+        if sections_at != 0 {
+            let len = u64::from(count) * u64::from(size);
+            image.contains("the section header table", sections_at, len)?;
+        }
         Ok(Self { segments_at: fields.u64(32), segment_count })
     }
 

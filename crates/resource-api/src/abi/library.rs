@@ -3,9 +3,9 @@
 use super::guard::guard;
 use super::layout::{check, check_methods};
 use super::object::open;
-use super::root::{API_VERSION, PluginRootRef};
+use super::root::{API_VERSION, INTERFACES, InterfaceDesc, PluginRootRef, TYPES, TypeDesc};
 use crate::kind::KindHandle;
-use crate::{ErrorKind, HostServicesHandle, Interface, ResourceError, ResourceHandle, Result};
+use crate::{ErrorKind, ResourceError, Result};
 use abi_stable::StableAbi;
 use abi_stable::library::{AbiHeaderRef, LibHeader};
 use libloading::os::unix::{Library, RTLD_LOCAL, RTLD_NOW};
@@ -72,7 +72,8 @@ pub fn load_trusted(path: &Path) -> Result<PluginLibrary> {
                 .into(),
         )
     })?;
-    check(PluginRootRef::LAYOUT, layout).map_err(|e| e.within("contract layout"))?;
+    check(PluginRootRef::LAYOUT, layout)
+        .map_err(|e| refuse(format!("contract layout: {e}: {REBUILD}")))?;
     // SAFETY: the layout fits, so the constructor gives a root of this type.
     let root = unsafe { header.init_root_module_with_unchecked_layout::<PluginRootRef>() }
         .map_err(|e| refuse(format!("its constructor failed: {}", one_line(&e.to_string()))))?;
@@ -83,9 +84,8 @@ pub fn load_trusted(path: &Path) -> Result<PluginLibrary> {
                 .into(),
         ));
     }
-    check_exact("engine.resource", ResourceHandle::METHODS, root.resource_methods().as_slice())?;
-    check_exact("engine.kind", KindHandle::METHODS, root.kind_methods().as_slice())?;
-    check_exact("engine.host", HostServicesHandle::METHODS, root.host_methods().as_slice())?;
+    check_contract(root.interfaces().as_slice(), root.types().as_slice())
+        .map_err(|e| refuse(format!("{e}: the contract is a draft, so {REBUILD}")))?;
     let kinds = guard("opening kinds", || {
         root.kinds().iter().map(|k| open::<KindHandle>(k.object())).collect::<Result<Vec<_>>>()
     })?;
@@ -97,25 +97,30 @@ pub fn load_trusted(path: &Path) -> Result<PluginLibrary> {
     })
 }
 
-/// While the contract is a draft, both sides must have the same methods.
-fn check_exact(
-    interface: &str,
-    ours: &[crate::MethodDesc],
-    theirs: &[crate::MethodDesc],
-) -> Result<()> {
-    check_methods(interface, ours, theirs)?;
-    if ours.len() == theirs.len() {
-        return Ok(());
+/// What to do about a plugin that was built against another contract.
+const REBUILD: &str = "rebuild the plugin against this version of resource-api";
+
+/// While the contract is a draft, both sides must have the same interfaces and types.
+fn check_contract(interfaces: &[InterfaceDesc], types: &[TypeDesc]) -> Result<()> {
+    let differs = |m: String| Err(ResourceError::new(ErrorKind::INCOMPATIBLE, m));
+    for ours in INTERFACES {
+        let Some(theirs) = interfaces.iter().find(|i| i.id == ours.id) else {
+            return differs(format!("the plugin does not know the interface {}", ours.id));
+        };
+        let (have, expect) = (theirs.methods.len(), ours.methods.len());
+        check_methods(ours.id.as_str(), ours.methods.as_slice(), theirs.methods.as_slice())?;
+        if have != expect {
+            return differs(format!("{}: {expect} methods here, {have} in the plugin", ours.id));
+        }
     }
-    Err(ResourceError::new(
-        ErrorKind::INCOMPATIBLE,
-        format!(
-            "{interface}: this host has {} methods, the plugin {}; the contract is a draft, so \
-             rebuild the plugin against this version of resource-api",
-            ours.len(),
-            theirs.len()
-        ),
-    ))
+    for ours in TYPES {
+        match types.iter().find(|t| t.tag == ours.tag) {
+            Some(theirs) => check(ours.layout, theirs.layout)
+                .map_err(|e| e.within(format!("type {}", ours.tag)))?,
+            None => return differs(format!("the plugin does not know the type {}", ours.tag)),
+        }
+    }
+    Ok(())
 }
 
 /// dlopen's text without libloading's frame.

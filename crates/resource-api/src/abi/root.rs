@@ -2,12 +2,18 @@
 
 use super::guard::{guard, install_panic_hook};
 use crate::kind::KindHandle;
-use crate::{HostServicesHandle, Interface, MethodDesc, ResourceHandle};
+use crate::{
+    AttentionHandle, AttentionStepOptions, CrossAttentionHandle, HostServicesHandle, Interface,
+    KvCacheHandle, KvFacts, KvPlan, KvStepOptions, LogitsProcessorHandle, MethodDesc,
+    PositionStepOptions, PositionsHandle, PositionsPlan, ResourceHandle, SamplerHandle,
+    SamplerPlan, SamplerStepOptions, Typed,
+};
 use abi_stable::StableAbi;
 use abi_stable::library::{LibHeader, RootModule, RootModuleError, RootModuleResult};
 use abi_stable::prefix_type::{PrefixRef, PrefixTypeTrait};
 use abi_stable::sabi_types::VersionStrings;
 use abi_stable::std_types::{RResult, RSlice, RStr};
+use abi_stable::type_layout::TypeLayout;
 
 /// Version of the contract, as manifests name it.
 pub const API_VERSION: &str = "1.0";
@@ -22,12 +28,10 @@ pub struct PluginRoot {
     pub api: RStr<'static>,
     /// Whether panics unwind in it. One built with `panic=abort` could not contain its own.
     pub unwinds: bool,
-    /// Methods of `Resource` as it knows them.
-    pub resource_methods: RSlice<'static, MethodDesc>,
-    /// Methods of `Kind` as it knows them.
-    pub kind_methods: RSlice<'static, MethodDesc>,
-    /// Methods of `HostServices` as it knows them.
-    pub host_methods: RSlice<'static, MethodDesc>,
+    /// The contract's interfaces as it knows them.
+    pub interfaces: RSlice<'static, InterfaceDesc>,
+    /// The contract's plans, facts and step options as it knows them.
+    pub types: RSlice<'static, TypeDesc>,
     /// Name of the crate.
     pub name: RStr<'static>,
     /// Version of the crate.
@@ -36,6 +40,59 @@ pub struct PluginRoot {
     #[sabi(last_prefix_field)]
     pub kinds: RSlice<'static, KindObject>,
 }
+
+/// An interface of the contract.
+#[repr(C)]
+#[derive(Clone, Copy, StableAbi)]
+pub struct InterfaceDesc {
+    /// Its id.
+    pub id: RStr<'static>,
+    /// Its methods.
+    pub methods: RSlice<'static, MethodDesc>,
+}
+
+/// A type of the contract that crosses behind a typed reference.
+#[repr(C)]
+#[derive(Clone, Copy, StableAbi)]
+pub struct TypeDesc {
+    /// Its tag.
+    pub tag: RStr<'static>,
+    /// Its layout.
+    pub layout: &'static TypeLayout,
+}
+
+const fn interface<I: Interface>() -> InterfaceDesc {
+    InterfaceDesc { id: RStr::from_str(I::ID), methods: RSlice::from_slice(I::METHODS) }
+}
+
+const fn typed<T: Typed>() -> TypeDesc {
+    TypeDesc { tag: RStr::from_str(T::TAG), layout: T::LAYOUT }
+}
+
+/// All interfaces of the contract.
+pub const INTERFACES: &[InterfaceDesc] = &[
+    interface::<ResourceHandle>(),
+    interface::<KindHandle>(),
+    interface::<HostServicesHandle>(),
+    interface::<KvCacheHandle>(),
+    interface::<AttentionHandle>(),
+    interface::<CrossAttentionHandle>(),
+    interface::<PositionsHandle>(),
+    interface::<SamplerHandle>(),
+    interface::<LogitsProcessorHandle>(),
+];
+
+/// All types of the contract that cross behind typed references.
+pub const TYPES: &[TypeDesc] = &[
+    typed::<KvFacts>(),
+    typed::<KvPlan>(),
+    typed::<KvStepOptions>(),
+    typed::<AttentionStepOptions>(),
+    typed::<PositionStepOptions>(),
+    typed::<PositionsPlan>(),
+    typed::<SamplerStepOptions>(),
+    typed::<SamplerPlan>(),
+];
 
 /// A kind inside the root module.
 #[repr(transparent)]
@@ -71,6 +128,7 @@ pub const fn header(open: extern "C" fn() -> RootModuleResult) -> LibHeader {
 pub fn open_plugin(
     name: &'static str,
     version: &'static str,
+    unwinds: bool,
     kinds: impl FnOnce() -> Vec<KindHandle>,
 ) -> RootModuleResult {
     install_panic_hook();
@@ -85,10 +143,9 @@ pub fn open_plugin(
     let kinds: Vec<_> = kinds.into_iter().map(|k| KindObject(k.into_object())).collect();
     let root = PluginRoot {
         api: RStr::from_str(API_VERSION),
-        unwinds: cfg!(panic = "unwind"),
-        resource_methods: RSlice::from_slice(ResourceHandle::METHODS),
-        kind_methods: RSlice::from_slice(KindHandle::METHODS),
-        host_methods: RSlice::from_slice(HostServicesHandle::METHODS),
+        unwinds: unwinds && cfg!(panic = "unwind"),
+        interfaces: RSlice::from_slice(INTERFACES),
+        types: RSlice::from_slice(TYPES),
         name: RStr::from_str(name),
         version: RStr::from_str(version),
         // Lives as long as the library, which is never unloaded.

@@ -1,0 +1,268 @@
+//! `engine-host bench model`: how fast a configuration computes its model, in tokens per second.
+
+use std::collections::BTreeSet;
+use std::time::Instant;
+
+use clap::Args;
+use device::CpuFeatures;
+use resource_api::RequestId;
+use serde_json::{Map, Value, json};
+
+use super::ConfigArg;
+use crate::config::{Activations, Config};
+use crate::engine::Engine;
+use crate::error::{Error, ErrorKind, Result};
+use crate::request::{Event, GenerateRequest};
+use crate::setup::{self, Loaded};
+
+/// Tokens of the prompt whose prefill is timed.
+const PREFILL: usize = 512;
+
+/// Decode steps that are timed: requests, tokens of each prompt, steps.
+const DECODE: [Shape; 4] = [
+    Shape { batch: 1, context: 64, steps: 128 },
+    Shape { batch: 8, context: 64, steps: 64 },
+    Shape { batch: 32, context: 64, steps: 32 },
+    Shape { batch: 1, context: 4096, steps: 32 },
+];
+
+#[derive(Args)]
+pub struct ModelArgs {
+    #[command(flatten)]
+    config: ConfigArg,
+    /// As one JSON object
+    #[arg(long)]
+    json: bool,
+    /// Timed runs of each figure, after one that does not count; medians are reported
+    #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..))]
+    runs: u32,
+}
+
+#[derive(Clone, Copy)]
+struct Shape {
+    batch: usize,
+    context: usize,
+    steps: usize,
+}
+
+/// Tokens per second, of every run and in the middle.
+struct Rates(Vec<f64>);
+
+impl Rates {
+    fn median(&self) -> f64 {
+        let mut sorted = self.0.clone();
+        sorted.sort_by(f64::total_cmp);
+        let half = sorted.len() / 2;
+        match sorted.len() % 2 {
+            1 => sorted[half],
+            _ => (sorted[half - 1] + sorted[half]) / 2.0,
+        }
+    }
+
+    fn json(&self) -> Value {
+        json!({ "median": self.median(), "all": self.0 })
+    }
+
+    fn line(&self, what: &str) -> String {
+        let least = self.0.iter().copied().fold(f64::INFINITY, f64::min);
+        let most = self.0.iter().copied().fold(0.0, f64::max);
+        format!("{what:<24} {:>9.1} tokens/s  ({least:.1} to {most:.1})", self.median())
+    }
+}
+
+/// Runs the benchmark and prints its result.
+///
+/// # Errors
+/// What loading says, or a request that fails.
+pub fn run(args: &ModelArgs) -> Result<()> {
+    let config = args.config.load()?;
+    let mut load_ms = Vec::new();
+    let mut loaded = None;
+    for _ in 0..args.runs {
+        // One model at a time: the peak of memory must be that of one.
+        drop(loaded.take());
+        let start = Instant::now();
+        loaded = Some(setup::load(&config, &mut |_, _| ())?);
+        load_ms.push(start.elapsed().as_secs_f64() * 1e3);
+    }
+    let Some(loaded) = loaded else { return Ok(()) };
+    let mut bench = Bench { loaded, runs: args.runs, prompts: 0 };
+    let load = Rates(load_ms);
+
+    let prefill = bench.prefill()?;
+    let after_prefill = peak_memory_mb();
+    let mut decode = Vec::new();
+    for shape in DECODE {
+        if shape.fits(&bench.loaded.engine) {
+            decode.push((shape, bench.decode(shape)?));
+        }
+    }
+    let peak = peak_memory_mb();
+    if args.json {
+        let decode: Map<String, Value> =
+            decode.iter().map(|(shape, rates)| (shape.key(), rates.json())).collect();
+        let mut result = about(&config);
+        result["runs"] = json!(args.runs);
+        result["load_ms"] = load.json();
+        result["prefill_512"] = prefill.json();
+        result["decode"] = Value::Object(decode);
+        result["memory_mb"] = json!({ "after_prefill": after_prefill, "peak": peak });
+        say!("{result}");
+        return Ok(());
+    }
+    let about = about(&config);
+    let text = |key: &str| about[key].as_str().unwrap_or_default().to_owned();
+    say!(
+        "{}: {} threads, {}, {} activations, {} cache; medians of {}",
+        text("model"),
+        about["threads"],
+        text("cpu_features"),
+        text("activations"),
+        text("kv_dtype"),
+        args.runs
+    );
+    say!("{:<24} {:>9.1} ms", "load", load.median());
+    say!("{}", prefill.line("prefill of 512 tokens"));
+    for (shape, rates) in &decode {
+        say!("{}", rates.line(&shape.name()));
+    }
+    if let (Some(after_prefill), Some(peak)) = (after_prefill, peak) {
+        say!("{:<24} {after_prefill:>9.1} MB after prefill, {peak:.1} MB at most", "memory");
+    }
+    Ok(())
+}
+
+fn about(config: &Config) -> Value {
+    let activations = Activations::NAMES.iter().find(|(_, a)| *a == config.engine.activations);
+    let model = config.model.path.file_name().unwrap_or(config.model.path.as_os_str());
+    json!({
+        "what": "model",
+        "version": env!("CARGO_PKG_VERSION"),
+        "model": model.to_string_lossy(),
+        "threads": config.engine.threads,
+        "cpu_features": CpuFeatures::current().name(),
+        "activations": activations.map(|(name, _)| name),
+        "kv_dtype": config.engine.kv_dtype.name(),
+    })
+}
+
+impl Shape {
+    fn fits(&self, engine: &Engine) -> bool {
+        let limits = engine.limits();
+        self.batch <= limits.max_batch as usize
+            && self.context + self.steps < limits.max_model_len as usize
+    }
+
+    fn key(&self) -> String {
+        match self.context > 64 {
+            true => format!("b{}_at_{}", self.batch, self.context),
+            false => format!("b{}", self.batch),
+        }
+    }
+
+    fn name(&self) -> String {
+        match self.context > 64 {
+            true => format!("decode B={} at {} tokens", self.batch, self.context),
+            false => format!("decode B={}", self.batch),
+        }
+    }
+}
+
+struct Bench {
+    loaded: Loaded,
+    runs: u32,
+    prompts: u32,
+}
+
+impl Bench {
+    fn prefill(&mut self) -> Result<Rates> {
+        self.rates(|bench| {
+            bench.submit(PREFILL, 1)?;
+            let start = Instant::now();
+            let mut started = BTreeSet::new();
+            while started.is_empty() {
+                bench.step(&mut started)?;
+            }
+            Ok(PREFILL as f64 / start.elapsed().as_secs_f64())
+        })
+    }
+
+    fn decode(&mut self, shape: Shape) -> Result<Rates> {
+        self.rates(|bench| {
+            // Those that are through their prompt first go on meanwhile, and must not end early.
+            let ahead = shape.batch * shape.context.div_ceil(16);
+            let rids = (0..shape.batch)
+                .map(|_| bench.submit(shape.context, shape.steps + 1 + ahead))
+                .collect::<Result<Vec<_>>>()?;
+            let mut started = BTreeSet::new();
+            while started.len() < shape.batch {
+                bench.step(&mut started)?;
+            }
+            let start = Instant::now();
+            let mut tokens = 0;
+            for _ in 0..shape.steps {
+                tokens += bench.step(&mut started)?;
+            }
+            let seconds = start.elapsed().as_secs_f64();
+            rids.into_iter().for_each(|rid| bench.loaded.engine.cancel(rid));
+            Ok(tokens as f64 / seconds)
+        })
+    }
+
+    /// `one` again and again; the first time does not count.
+    fn rates(&mut self, one: impl Fn(&mut Self) -> Result<f64>) -> Result<Rates> {
+        one(self)?;
+        (0..self.runs).map(|_| one(self)).collect::<Result<_>>().map(Rates)
+    }
+
+    /// A request with a prompt of its own, so that no cached prefix serves it.
+    fn submit(&mut self, tokens: usize, max_tokens: usize) -> Result<RequestId> {
+        self.prompts += 1;
+        let vocab = self.loaded.model.tokenizer.vocab_size().max(2) as u64;
+        let mut state = u64::from(self.prompts) << 32 | 0x9E37_79B9;
+        let mut next = || {
+            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(0x14_057B_7EF7);
+            ((state >> 33) % vocab) as u32
+        };
+        let request = GenerateRequest {
+            prompt: (0..tokens).map(|_| next()).collect(),
+            max_tokens: max_tokens as u32,
+            ignore_eos: true,
+            sampling: Map::from_iter([("temperature".to_owned(), json!(0))]),
+            ..GenerateRequest::default()
+        };
+        self.loaded.engine.submit(request)
+    }
+
+    /// One step; answers how many tokens it generated, and adds to `started` who got one.
+    fn step(&mut self, started: &mut BTreeSet<RequestId>) -> Result<usize> {
+        let engine = &mut self.loaded.engine;
+        if engine.is_idle() {
+            return Err(Error::new(ErrorKind::Internal, "the engine ran out of work early"));
+        }
+        let mut made = 0;
+        for event in engine.step() {
+            match event {
+                Event::Token(rid, _) => {
+                    made += 1;
+                    started.insert(*rid);
+                }
+                Event::Finished(_, _, usage) if usage.cached_tokens > 0 => {
+                    let message = "a prompt was read from the cache instead of being computed";
+                    return Err(Error::new(ErrorKind::Internal, message));
+                }
+                Event::Finished(..) => {}
+                Event::Failed(_, why) => return Err(Error::new(ErrorKind::Internal, why.clone())),
+            }
+        }
+        Ok(made)
+    }
+}
+
+/// The most memory this process has had, where the system tells.
+fn peak_memory_mb() -> Option<f64> {
+    let status = std::fs::read_to_string("/proc/self/status").ok()?;
+    let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:"))?;
+    let kib: f64 = line.trim().trim_end_matches("kB").trim().parse().ok()?;
+    Some(kib / 1024.0)
+}
