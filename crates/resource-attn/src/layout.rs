@@ -77,6 +77,32 @@ impl<'a> Layout<'a> {
         self.rows += 1;
     }
 
+    /// Adds rows as [`Layout::row`] does, all at once.
+    pub fn rows(&mut self, rows: impl ExactSizeIterator<Item = (Option<u32>, u32, u32, u32)>) {
+        let index = self.plan.groups.len() as u32 - 1;
+        let Some(group) = self.plan.groups.as_mut_slice().last_mut() else { return };
+        let (first, count) = (self.rows, rows.len());
+        if self.plan.rows.len() < first + count {
+            self.plan.rows.resize(first + count, NO_ROW);
+        }
+        let indptr = self.plan.qo_indptr.len();
+        let ends = &mut self.plan.qo_indptr.resize(indptr + count, 0)[indptr..];
+        let old = &mut self.plan.rows.as_mut_slice()[first..first + count];
+        let mut first_token = group.num_tokens;
+        for (((kv_row, tokens, position, keys), end), old) in rows.zip(ends).zip(old) {
+            let kv_row = kv_row.unwrap_or(NONE);
+            let keys = if kv_row == NONE { 0 } else { keys };
+            let row = Row { group: index, kv_row, first_token, tokens, position, keys };
+            self.changed |= *old != row;
+            *old = row;
+            first_token += tokens;
+            *end = first_token;
+        }
+        group.num_rows += count as u32;
+        group.num_tokens = first_token;
+        self.rows += count;
+    }
+
     /// Cuts the rows into blocks, unless they are those of the slot's last step.
     pub fn finish(self, shape: &Shape) {
         let Self { plan, rows, mut changed } = self;
@@ -129,12 +155,30 @@ fn cut(plan: &mut AttentionPlan, group: &Group, shape: &Shape) {
     let seen =
         |row: &Row, token: u32| u64::from(row.visible(token, causal, shape.window).len() as u32);
     let cost = |row: &Row| u64::from(row.tokens) * seen(row, row.tokens.saturating_sub(1));
-    let total: u64 = plan.rows[rows.clone()].iter().map(cost).sum();
     let share = match shape.threads {
         0 | 1 => u64::MAX,
-        threads => (total / (u64::from(threads) * BLOCKS_PER_THREAD)).max(SMALLEST_BLOCK),
+        threads => {
+            let total: u64 = plan.rows[rows.clone()].iter().map(cost).sum();
+            (total / (u64::from(threads) * BLOCKS_PER_THREAD)).max(SMALLEST_BLOCK)
+        }
     };
     let mut partials = 0;
+    if group.num_tokens == group.num_rows
+        && plan.rows[rows.clone()].iter().all(|row| row.tokens == 1)
+    {
+        // A decode step: a block a row, known without a division.
+        let first = plan.blocks.len();
+        let none = Block { row: 0, token: 0, tokens: 1, first_partial: NONE };
+        let blocks = &mut plan.blocks.resize(first + rows.len(), none)[first..];
+        for ((r, row), block) in rows.clone().zip(&plan.rows[rows]).zip(blocks) {
+            block.row = r as u32;
+            if seen(row, 0) > share {
+                block.first_partial = partials;
+                partials += chunks(row, block, causal, shape);
+            }
+        }
+        return;
+    }
     for r in rows {
         let row = plan.rows[r];
         let mut token = 0;

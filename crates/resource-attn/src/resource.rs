@@ -103,11 +103,14 @@ fn lay_out(plan: &mut AttentionPlan, kv: &KvPlan, causal: bool, shape: &Shape) {
     let mut layout = Layout::new(plan, causal);
     for group in kv.groups.iter() {
         layout.group(group.label);
-        for r in group.first_row..group.first_row + group.num_rows {
-            let i = r as usize;
-            let reads = (!kv.request[i].is_padding()).then_some(r);
-            layout.row(reads, kv.span[i], kv.start[i], kv.len[i]);
-        }
+        let first = group.first_row as usize;
+        let rows = first..first + group.num_rows as usize;
+        let (request, span) = (&kv.request[rows.clone()], &kv.span[rows.clone()]);
+        let (start, len) = (&kv.start[rows.clone()], &kv.len[rows]);
+        layout.rows((0..group.num_rows as usize).map(|i| {
+            let reads = (!request[i].is_padding()).then_some((first + i) as u32);
+            (reads, span[i], start[i], len[i])
+        }));
     }
     layout.finish(shape);
 }

@@ -109,7 +109,33 @@ impl State {
         Refusal::Outcome(outcome.with_message(message))
     }
 
+    /// A row that goes on in the pages it has is all that most steps consist of.
+    #[inline]
     fn add_entry(
+        &mut self,
+        shared: &Shared,
+        segment: Segment,
+        record: &mut StepRecord,
+        need: &mut Need,
+    ) -> Pass {
+        let id = StreamId { request: segment.request_id, label: segment.label };
+        let (seen, size) = (self.admissions, self.page_size());
+        if let Some(stream) = self.requests.get_mut(id).filter(|_| record.copies.is_empty()) {
+            let start = stream.next_len();
+            let total = u64::from(start) + u64::from(segment.span);
+            let fits = total <= u64::from(stream.held()) * u64::from(size)
+                && total <= u64::from(shared.facts.max_seq_len);
+            if fits && stream.seen != seen && stream.rewriters == 0 {
+                stream.seen = seen;
+                record.unseated |= stream.seat == NO_SEAT;
+                record.push(Entry { id, target: Target::Stream, start, span: segment.span });
+                return Ok(());
+            }
+        }
+        self.add_any_entry(shared, segment, record, need)
+    }
+
+    fn add_any_entry(
         &mut self,
         shared: &Shared,
         segment: Segment,

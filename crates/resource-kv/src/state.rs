@@ -87,7 +87,11 @@ impl State {
         State {
             requests: Requests::default(),
             pool: PagePool::new(facts.num_pages),
-            seats: Seats::new(facts.max_seq_len.div_ceil(facts.page_size), max_batch),
+            // No stream has more pages than the pool, however long the model would let it grow.
+            seats: Seats::new(
+                facts.max_seq_len.div_ceil(facts.page_size).min(facts.num_pages),
+                max_batch,
+            ),
             steps: Vec::new(),
             spare: Vec::new(),
             last_epoch: 0,

@@ -110,8 +110,10 @@ impl StepRecord {
 
     /// Whether the record was made for exactly this.
     pub(crate) fn is_for(&self, segments: Segments<'_>, options: Option<&KvStepOptions>) -> bool {
-        let entries = self.entries.iter().map(|e| (e.id.request, e.id.label, e.span));
-        let asked = segments.iter().map(|s| (s.request_id, s.label, s.span));
+        let same = |(entry, asked): (&Entry, resource_api::Segment)| {
+            (entry.id.request, entry.id.label, entry.span)
+                == (asked.request_id, asked.label, asked.span)
+        };
         let copies = |after| self.copies.iter().filter(move |c| c.after == after).map(|c| c.fork);
         let forks = |list: &[Fork], after| copies(after).eq(list.iter().copied().filter(is_real));
         let rest = match options {
@@ -123,7 +125,8 @@ impl StepRecord {
                     && self.retention[..] == o.retention[..]
             }
         };
-        rest && entries.eq(asked)
+        rest && self.entries.len() == segments.len()
+            && self.entries.iter().zip(segments.iter()).all(same)
     }
 
     /// Adds an entry.

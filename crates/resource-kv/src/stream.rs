@@ -78,14 +78,14 @@ struct Request {
     main: Stream,
     /// The others that were opened, in that order.
     others: Vec<(LabelId, Stream)>,
-    /// What is known of the tokens of `main`.
-    chain: Chain,
 }
 
 /// All streams of live requests, by request slot.
 #[derive(Debug, Default)]
 pub(crate) struct Requests {
     slots: Vec<Request>,
+    /// What is known of the tokens of each slot's `main`.
+    chains: Vec<Chain>,
 }
 
 impl Requests {
@@ -104,11 +104,12 @@ impl Requests {
         let index = request.index();
         if self.slots.len() <= index {
             self.slots.resize_with(index + 1, Request::default);
+            self.chains.resize_with(index + 1, Chain::default);
         }
         let slot = &mut self.slots[index];
         slot.generation = request.generation;
         slot.main.pages.reserve(pages);
-        slot.chain = chain;
+        self.chains[index] = chain;
     }
 
     /// Makes the slot vacant. Its streams have been emptied before.
@@ -116,7 +117,7 @@ impl Requests {
         let slot = &mut self.slots[request.index()];
         slot.generation = 0;
         slot.others.clear();
-        slot.chain = Chain::default();
+        self.chains[request.index()] = Chain::default();
         // The list's memory serves the next owner of the slot.
         let pages = std::mem::take(&mut slot.main.pages);
         slot.main = Stream { pages, ..Stream::default() };
@@ -168,12 +169,13 @@ impl Requests {
     ) -> Option<(&mut Stream, &mut Chain)> {
         let slot = self.slots.get_mut(request.index())?;
         let is_live = slot.generation == request.generation && slot.generation != 0;
-        is_live.then_some((&mut slot.main, &mut slot.chain))
+        is_live.then(|| (&mut slot.main, &mut self.chains[request.index()]))
     }
 
     /// What is known of the tokens of all live requests.
     pub(crate) fn chains(&self) -> impl Iterator<Item = &Chain> {
-        self.slots.iter().filter(|r| r.generation > 0).map(|r| &r.chain)
+        let live = self.slots.iter().zip(&self.chains).filter(|(r, _)| r.generation > 0);
+        live.map(|(_, chain)| chain)
     }
 
     /// Opens a stream of a live request; it must not be open.

@@ -19,7 +19,9 @@ pub struct Counters {
     writer: Mutex<()>,
 }
 
+/// Three cache lines, so that those of many requests do not compete for a few places of the cache.
 #[derive(Default)]
+#[repr(C, align(64))]
 struct Request {
     /// Live generation; 0 when there is none.
     generation: AtomicU32,
@@ -87,6 +89,7 @@ impl Default for Counters {
 
 impl Counters {
     /// The request, if it is known.
+    #[inline]
     pub fn live(&self, rid: RequestId) -> Option<Live<'_>> {
         let chunk = self.chunks.get(rid.index() / CHUNK)?.get()?;
         let request = &chunk[rid.index() % CHUNK];
@@ -148,6 +151,7 @@ impl<'a> Live<'a> {
     }
 
     /// The stream, taking a free place for it if there is none.
+    #[inline]
     fn find_or_take(self, label: LabelId) -> &'a Stream {
         if let Some(stream) = self.find(label) {
             return stream;
@@ -222,6 +226,7 @@ impl Edit<'_> {
     }
 
     /// Notes what `step` will add to a stream; `found` is what [`Live::find`] says.
+    #[inline]
     pub fn admit(
         &self,
         live: Live<'_>,
@@ -251,6 +256,7 @@ impl Edit<'_> {
     }
 
     /// Adds what `step` has added.
+    #[inline]
     pub fn commit(&self, rid: RequestId, label: LabelId, step: StepId, advance: u32) {
         let Some(live) = self.counters.live(rid) else { return };
         if advance == 0 {

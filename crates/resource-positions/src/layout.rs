@@ -27,7 +27,12 @@ impl Rules {
         }
     }
 
+    #[inline]
     fn write(&self, ids: &mut [u32], start: u32) {
+        if let [id] = ids {
+            *id = start;
+            return;
+        }
         match self.scheme {
             Scheme::Sequential => (start..).zip(ids).for_each(|(p, id)| *id = p),
             Scheme::Block => ids.fill(start),
@@ -90,6 +95,20 @@ pub fn parts<'s>(
     }))
 }
 
+/// The parts of a step without options.
+pub fn plain_parts<'s>(
+    rules: Rules,
+    step: &'s ResourceStep<'_>,
+) -> impl Iterator<Item = Part<'s>> + Clone {
+    let segments = step.segments();
+    let rows = segments.request.iter().zip(segments.label).zip(segments.span);
+    rows.map(move |((&request_id, &label), &span)| Part {
+        segment: Segment { request_id, label, span },
+        advance: rules.advance(span),
+        ids: None,
+    })
+}
+
 /// The position of the first token of a segment. A staged step starts after what the step before it
 /// is still going to add.
 fn start(stream: Option<&Stream>, ctx: &StepContext<'_>) -> u32 {
@@ -139,6 +158,9 @@ pub fn lay_out(
             for member in combined.iter().filter(|c| c.combined == group.label) {
                 rows.add(member.source, rules, counters, step, ctx, options)?;
             }
+        } else if options.is_none() {
+            let own = plain_parts(rules, step).filter(|p| p.segment.label == group.label);
+            rows.add_parts(own, rules, counters, ctx)?;
         } else {
             rows.add(group.label, rules, counters, step, ctx, options)?;
         }
@@ -173,8 +195,20 @@ impl Rows<'_> {
         ctx: &StepContext<'_>,
         options: Option<&PositionStepOptions>,
     ) -> Result<()> {
-        for part in parts(rules, step, options)?.filter(|p| p.segment.label == label) {
-            let Segment { request_id, span, .. } = part.segment;
+        let own = parts(rules, step, options)?.filter(|p| p.segment.label == label);
+        self.add_parts(own, rules, counters, ctx)
+    }
+
+    #[inline]
+    fn add_parts<'p>(
+        &mut self,
+        parts: impl Iterator<Item = Part<'p>>,
+        rules: Rules,
+        counters: &Counters,
+        ctx: &StepContext<'_>,
+    ) -> Result<()> {
+        for part in parts {
+            let Segment { request_id, label, span } = part.segment;
             let row = (self.group.first_row + self.row) as usize;
             let planned = (self.kv.request.get(row), self.kv.span.get(row));
             if self.row == self.group.num_rows || planned != (Some(&request_id), Some(&span)) {

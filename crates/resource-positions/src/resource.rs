@@ -11,7 +11,7 @@ use resource_api::{
 };
 
 use crate::counters::Counters;
-use crate::layout::{Rules, last_position, lay_out, parts};
+use crate::layout::{Part, Rules, last_position, lay_out, parts, plain_parts};
 use crate::rotary::{RopeTable, frequencies};
 use crate::spec::{PositionsSpec, Scheme};
 
@@ -139,6 +139,32 @@ impl Positions {
         Ok(())
     }
 
+    #[inline]
+    fn admit_parts<'p>(
+        &self,
+        parts: impl Iterator<Item = Part<'p>>,
+        ctx: &StepContext<'_>,
+    ) -> AdmitOutcome {
+        let edit = (!ctx.is_preplan()).then(|| self.counters.edit());
+        for part in parts {
+            let (rid, label) = (part.segment.request_id, part.segment.label);
+            let live = self.counters.live(rid);
+            if live.is_none() && !rid.is_padding() {
+                return self.refuse(rid, label, "is not known here".into());
+            }
+            let stream = live.and_then(|live| live.find(label));
+            let last = last_position(self.rules, stream, ctx, &part);
+            if let Some(last) = last.filter(|&last| last >= self.rules.limit) {
+                let why = format!("reaches position {last}; the limit is {}", self.rules.limit);
+                return self.refuse(rid, label, why);
+            }
+            if let (Some(edit), Some(live)) = (&edit, live) {
+                edit.admit(live, stream, label, ctx.step(), part.advance);
+            }
+        }
+        AdmitOutcome::OK
+    }
+
     fn refuse(&self, rid: RequestId, label: LabelId, why: String) -> AdmitOutcome {
         AdmitOutcome::runtime_error(rid, label, format!("`{}`: request {rid} {why}", self.key))
     }
@@ -246,25 +272,10 @@ impl Resource for Positions {
     }
 
     fn admit(&self, step: &ResourceStep<'_>, ctx: &StepContext<'_>) -> Result<AdmitOutcome> {
-        let options = step.options::<PositionStepOptions>()?;
-        let edit = (!ctx.is_preplan()).then(|| self.counters.edit());
-        for part in parts(self.rules, step, options)? {
-            let (rid, label) = (part.segment.request_id, part.segment.label);
-            let live = self.counters.live(rid);
-            if live.is_none() && !rid.is_padding() {
-                return Ok(self.refuse(rid, label, "is not known here".into()));
-            }
-            let stream = live.and_then(|live| live.find(label));
-            let last = last_position(self.rules, stream, ctx, &part);
-            if let Some(last) = last.filter(|&last| last >= self.rules.limit) {
-                let why = format!("reaches position {last}; the limit is {}", self.rules.limit);
-                return Ok(self.refuse(rid, label, why));
-            }
-            if let (Some(edit), Some(live)) = (&edit, live) {
-                edit.admit(live, stream, label, ctx.step(), part.advance);
-            }
+        match step.options::<PositionStepOptions>()? {
+            None => Ok(self.admit_parts(plain_parts(self.rules, step), ctx)),
+            options => Ok(self.admit_parts(parts(self.rules, step, options)?, ctx)),
         }
-        Ok(AdmitOutcome::OK)
     }
 
     fn rollback_admit(&self, step: &ResourceStep<'_>, ctx: &StepContext<'_>) -> Result<()> {
@@ -287,8 +298,12 @@ impl Resource for Positions {
     fn commit(&self, step: &ResourceStep<'_>, ctx: &StepContext<'_>) -> Result<()> {
         let options = step.options::<PositionStepOptions>()?;
         let edit = self.counters.edit();
-        for part in parts(self.rules, step, options)? {
+        let commit = |part: Part<'_>| {
             edit.commit(part.segment.request_id, part.segment.label, ctx.step(), part.advance);
+        };
+        match options {
+            None => plain_parts(self.rules, step).for_each(commit),
+            Some(_) => parts(self.rules, step, options)?.for_each(commit),
         }
         for fork in options.iter().flat_map(|o| o.post_forks.iter()) {
             edit.fork(fork.request_id, fork.from, fork.to);

@@ -32,26 +32,50 @@ pub fn lay_out(
     plan.fresh.clear();
     plan.request.resize(rids.len(), RequestId::padding(0)).copy_from_slice(rids);
     plan.seat.resize(rids.len(), PADDING_SEAT);
-    for (row, &rid) in rids.iter().enumerate() {
-        let request = requests.get(rid);
-        // A request that nobody knows is treated as padding: admission has refused it.
-        let seat = if request.is_some() { seat_of(rid) } else { PADDING_SEAT };
-        plan.seat.as_mut_slice()[row] = seat;
-        let Some(request) = request else { continue };
-        let at = seat as usize;
-        plan.row.as_mut_slice()[at] = row as u32;
-        if plan.version[at] != request.version {
-            sit(plan, at, request);
-        }
-        if !ctx.is_preplan() {
-            plan.position.as_mut_slice()[at] = request.position();
-            plan.fresh_len.as_mut_slice()[at] = 0;
-        }
+    let staged = ctx.is_preplan();
+    let mut first = 0;
+    // Goes on after every request that sits down.
+    while let Some((row, request)) = write_rows(plan, requests, &rids[first..], first, staged) {
+        sit(plan, plan.seat[row] as usize, request);
+        first = row;
     }
     if !ctx.is_preplan() && plan.apply_penalty && requests.any_penalised() {
         note_fresh(plan, requests, step);
     }
     Ok(())
+}
+
+/// Writes what moves in every step, from row `first` on. Stops at a row whose request has just come to
+/// its seat, or whose parameters have changed.
+fn write_rows<'r>(
+    plan: &mut SamplerPlan,
+    requests: &'r Requests,
+    rids: &[RequestId],
+    first: usize,
+    staged: bool,
+) -> Option<(usize, &'r Request)> {
+    let SamplerPlan { seat, row, version, position, fresh_len, .. } = plan;
+    let version: &[u64] = version;
+    let (rows, position) = (row.as_mut_slice(), position.as_mut_slice());
+    let (seats, fresh_len) = (&mut seat.as_mut_slice()[first..], fresh_len.as_mut_slice());
+    for ((row, &rid), seat) in (first..).zip(rids).zip(seats) {
+        // A request that nobody knows is treated as padding: admission has refused it.
+        let Some(request) = requests.get(rid) else {
+            *seat = PADDING_SEAT;
+            continue;
+        };
+        *seat = seat_of(rid);
+        let at = *seat as usize;
+        if version[at] != request.version {
+            return Some((row, request));
+        }
+        rows[at] = row as u32;
+        if !staged {
+            position[at] = request.position();
+            fresh_len[at] = 0;
+        }
+    }
+    None
 }
 
 /// The seat of `rid`, if it has a row in this step.

@@ -41,11 +41,12 @@ impl Request {
     }
 
     /// Takes a sampled token on, unless the sample was thrown away.
-    pub fn take_output(&self, step: StepId, token: u32) {
-        if self.discarded.load(Relaxed) == step.0 {
+    #[inline]
+    pub fn take_output(&mut self, step: StepId, token: u32) {
+        if *self.discarded.get_mut() == step.0 {
             return;
         }
-        self.position.fetch_add(1, Relaxed);
+        *self.position.get_mut() += 1;
         if let Some(seen) = &self.seen {
             seen.extend(&[token]);
         }
@@ -70,8 +71,15 @@ pub struct Requests {
 
 impl Requests {
     /// A live request.
+    #[inline]
     pub fn get(&self, rid: RequestId) -> Option<&Request> {
         self.slots.get(rid.index())?.as_ref().filter(|r| r.generation == rid.generation)
+    }
+
+    /// A live request, to change.
+    #[inline]
+    pub fn get_mut(&mut self, rid: RequestId) -> Option<&mut Request> {
+        self.slots.get_mut(rid.index())?.as_mut().filter(|r| r.generation == rid.generation)
     }
 
     /// Number of live requests.
