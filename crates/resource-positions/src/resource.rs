@@ -209,7 +209,8 @@ impl Resource for Positions {
         Ok(false)
     }
 
-    fn ingest_request(&self, rid: RequestId, _overrides: &RequestOverrides<'_>) -> Result<()> {
+    fn ingest_request(&self, rid: RequestId, overrides: &RequestOverrides<'_>) -> Result<()> {
+        overrides.refuse_any()?;
         match rid.is_padding() {
             true => Ok(()),
             false => self.counters.edit().ingest(rid),
