@@ -57,7 +57,7 @@ pub fn fit(points: &[Point]) -> Option<Fit> {
 /// By elimination with the largest pivot, columns scaled to the same size first.
 fn invert<const N: usize>(matrix: [[f64; N]; N]) -> Option<[[f64; N]; N]> {
     let scale: [f64; N] = std::array::from_fn(|i| matrix[i][i].sqrt());
-    if scale.iter().any(|&s| s == 0.0) {
+    if scale.contains(&0.0) {
         return None;
     }
     let mut left = matrix;

@@ -14,6 +14,7 @@ pub fn describe(source: &str) -> Value {
         "cpu": cpu(),
         "cores": std::thread::available_parallelism().map_or(0, usize::from),
         "allowed_cpus": field("/proc/self/status", "Cpus_allowed_list"),
+        "load": load(),
         "optimised": !cfg!(debug_assertions),
         "kinds": source,
     })
@@ -23,6 +24,13 @@ fn field(path: &str, name: &str) -> Option<String> {
     let text = std::fs::read_to_string(path).ok()?;
     let line = text.lines().find(|line| line.starts_with(name))?;
     Some(line.split_once(':')?.1.trim().to_owned())
+}
+
+/// Processes that wanted to run in the last minute, on average: above the number of cores, the
+/// machine was shared.
+fn load() -> Option<f64> {
+    let text = std::fs::read_to_string("/proc/loadavg").ok()?;
+    text.split(' ').next()?.parse().ok()
 }
 
 /// Name of the processor; where it has none, its numbers.
@@ -62,7 +70,9 @@ pub fn today() -> String {
 
 /// Days since 1970 as a date of the Gregorian calendar.
 fn date(days: u64) -> String {
-    let leap = |year: u64| year % 4 == 0 && (year % 100 != 0 || year % 400 == 0);
+    let leap = |year: u64| {
+        year.is_multiple_of(4) && (!year.is_multiple_of(100) || year.is_multiple_of(400))
+    };
     let (mut year, mut left) = (1970, days);
     while left >= 365 + u64::from(leap(year)) {
         left -= 365 + u64::from(leap(year));

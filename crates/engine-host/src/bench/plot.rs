@@ -25,7 +25,7 @@ const COLOURS: [&str; 8] =
 pub fn chart(title: &str, x_name: &str, y_name: &str, lines: &[Series]) -> String {
     let all = || lines.iter().flat_map(|s| s.points.iter());
     let x = Axis::over(all().map(|p| p.0), LEFT, WIDTH - RIGHT);
-    let y = Axis::over(all().map(|p| p.1), HEIGHT - BOTTOM, TOP).to_decades();
+    let y = Axis::over(all().map(|p| p.1), HEIGHT - BOTTOM, TOP).into_decades();
     let mut svg = format!(
         "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {WIDTH} {HEIGHT}\" \
          font-family=\"sans-serif\" font-size=\"12\">\n\
@@ -121,7 +121,7 @@ impl Axis {
         Self { low: low.min(high), high, from, to }
     }
 
-    fn to_decades(self) -> Self {
+    fn into_decades(self) -> Self {
         let low = 10f64.powf(self.low.log10().floor());
         Self { low, high: 10f64.powf(self.high.log10().ceil()).max(low * 10.0), ..self }
     }
@@ -159,7 +159,7 @@ mod tests {
 
     #[test]
     fn points_lie_between_the_axes_and_larger_ones_higher() {
-        let y = Axis::over([3.0, 450.0].into_iter(), 400.0, 40.0).to_decades();
+        let y = Axis::over([3.0, 450.0].into_iter(), 400.0, 40.0).into_decades();
         assert_eq!(y.decades(), [1.0, 10.0, 100.0, 1000.0]);
         assert!((y.place(1.0) - 400.0).abs() < 1e-9 && (y.place(1000.0) - 40.0).abs() < 1e-9);
         assert!((y.place(10.0) - 280.0).abs() < 1e-9);
