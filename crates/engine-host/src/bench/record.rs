@@ -16,7 +16,7 @@ pub fn us(value: f64) -> String {
     }
 }
 
-/// Heads the lines of [`line`] for decode steps.
+/// Heads the lines of [`line()`] for decode steps.
 pub fn heading() -> String {
     format!(
         "{:>5} {:>7} {:>7} {:>5} | {:>7} {:>7} {:>7} {:>7} | {:>7} {:>7} {:>7} {:>7} {:>7} | {:>6} {:>8}",
