@@ -165,13 +165,12 @@ fn section(records: &[Value]) -> String {
         "What the host and its four resources (kv with its prefix index, attention, positions, sampler) cost \
          per step beside the model: plugins through dlopen, no forward pass, page size 16. \
          `engine-host bench step --report docs` measured it on {}, revision {}, and regenerates this section; {}, \
-         {} cores, pinned to {}, with {} processes that wanted to run (medians of a machine that others use \
+         on CPU {} alone, with {} processes that wanted to run (medians of a machine that others use \
          too: take them as upper bounds). Microseconds; a step is admit, plan, commit and outputs through the runner. Every \
          {}st plan was compared, entry by entry, with a record kept apart from the resources.\n",
         text(&machine, "date"),
         text(&machine, "revision"),
         text(&machine, "cpu"),
-        int(&machine, "cores"),
         text(&machine, "allowed_cpus"),
         int(&machine, "load"),
         super::decode::PERIOD,
