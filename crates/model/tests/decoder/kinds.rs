@@ -14,7 +14,7 @@ use serde_json::{Value, json};
 
 /// Cache, attention, positions and sampler, in build order, with a float32 cache.
 pub fn kinds(node: &Decoder) -> Vec<(&'static str, BuiltResource)> {
-    let (kv_spec, kv) = build::<Kv>(node, "kv", json!({ "page_size": 8, "pages": 64 }), 0, None);
+    let (kv_spec, kv) = build::<Kv>(node, "kv", json!({ "page_size": 8, "pages": 128 }), 0, None);
     let of_kv = json!({ "kv_cache": "kv" });
     let cache = Some((&kv_spec, &kv));
     let (_, attention) = build::<PagedAttention>(node, "attention", of_kv.clone(), 1, cache);

@@ -2,6 +2,7 @@
 //! against its reference outputs.
 
 mod engine;
+mod gemma;
 mod inputs;
 mod kinds;
 mod plain;
