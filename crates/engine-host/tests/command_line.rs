@@ -80,7 +80,7 @@ fn wrong_sampling_values_and_empty_prompts_are_usage_errors() {
     let cases: [(&[&str], &str); 6] = [
         (&["--prompt", "x", "--temperature", "-1"], "temperature"),
         (&["--prompt", "x", "--temperature", "NaN"], "temperature"),
-        (&["--prompt", "x", "--max-tokens", "0"], "max_tokens"),
+        (&["--prompt", "x", "--max-tokens", "0"], "--max-tokens"),
         (&["--prompt", "x", "--top-p", "1.5"], "top_p"),
         (&["--prompt", ""], "no tokens"),
         (&["--prompts", "nowhere.jsonl"], "nowhere.jsonl"),
