@@ -166,6 +166,9 @@ panicking!(Positions {
     ) -> Result<()>;
     fn pos_ids(&StepContext<'_>, LabelId) -> Result<&[u32]>;
     fn position(RequestId, LabelId) -> Result<u32>;
+    fn apply_qk_layer(
+        &StepContext<'_>, u32, LabelId, &mut TensorViewMut<'_>, &mut TensorViewMut<'_>
+    ) -> Result<()>;
 });
 
 panicking!(Sampler {
