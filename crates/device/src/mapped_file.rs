@@ -40,6 +40,22 @@ impl MappedFile {
     pub fn will_need(&self) {
         let _ = self.map.advise(memmap2::Advice::WillNeed);
     }
+
+    /// Takes the pages of `range` out of this process's memory until they are read again; the
+    /// system's file cache keeps them. A hint: failure is not an error.
+    ///
+    /// # Panics
+    /// When `range` is not within the file.
+    pub fn release(&self, range: std::ops::Range<usize>) {
+        let part = &self.map[range.clone()];
+        #[cfg(unix)]
+        if !part.is_empty() {
+            let advice = memmap2::UncheckedAdvice::DontNeed;
+            // SAFETY: on a mapping of a file that is never written to, dropped pages come back from
+            // the file with the same bytes.
+            let _ = unsafe { self.map.unchecked_advise_range(advice, range.start, part.len()) };
+        }
+    }
 }
 
 impl Deref for MappedFile {
@@ -95,6 +111,8 @@ mod tests {
         std::fs::write(&path, &bytes).unwrap();
         let file = MappedFile::open(&path).unwrap();
         file.will_need();
+        file.release(1..3);
+        file.release(0..0);
         assert_eq!(&file[..], &bytes[..]);
     }
 

@@ -11,22 +11,37 @@ use crate::error::{Error, ErrorKind, Result};
 /// nothing. The bytes of a tensor may start at any address: readers must not assume alignment.
 #[derive(Clone)]
 pub struct SharedBytes {
-    owner: Arc<dyn AsRef<[u8]> + Send + Sync>,
+    owner: Owner,
     range: Range<usize>,
+}
+
+#[derive(Clone)]
+enum Owner {
+    Mapping(Arc<device::MappedFile>),
+    Other(Arc<dyn AsRef<[u8]> + Send + Sync>),
 }
 
 impl SharedBytes {
     /// All bytes of `owner`.
     pub fn new(owner: Arc<dyn AsRef<[u8]> + Send + Sync>) -> Self {
         let range = 0..owner.as_ref().as_ref().len();
-        Self { owner, range }
+        Self { owner: Owner::Other(owner), range }
     }
 
     /// Maps a file into memory. The file must not be changed while it is in use.
     pub fn open(path: &Path) -> Result<Self> {
         let mapped = device::MappedFile::open(path)
             .map_err(|e| Error::new(ErrorKind::Io, format!("cannot read the model: {e}")))?;
-        Ok(Self::new(Arc::new(mapped)))
+        let range = 0..mapped.len();
+        Ok(Self { owner: Owner::Mapping(Arc::new(mapped)), range })
+    }
+
+    /// Says that these bytes are not needed for now: those of a mapping leave the process's memory
+    /// until they are read again.
+    pub fn release(&self) {
+        if let Owner::Mapping(file) = &self.owner {
+            file.release(self.range.clone());
+        }
     }
 
     /// The part `range` of these bytes, or `None` when it does not lie within them.
@@ -48,7 +63,11 @@ impl Deref for SharedBytes {
     type Target = [u8];
 
     fn deref(&self) -> &[u8] {
-        &self.owner.as_ref().as_ref()[self.range.clone()]
+        let all = match &self.owner {
+            Owner::Mapping(file) => file.as_ref(),
+            Owner::Other(owner) => owner.as_ref().as_ref(),
+        };
+        &all[self.range.clone()]
     }
 }
 

@@ -100,6 +100,8 @@ impl<'a> Loader<'a> {
         let tensor = self.tensor(name, &[outputs, inputs])?;
         let (bytes, parallel) = (&tensor.bytes, self.parallel);
         let packed = Matrix::pack(tensor.dtype, outputs, inputs, bytes, self.options, parallel);
+        // Its packed copy is read from now on.
+        bytes.release();
         self.count(tensor);
         packed.map_err(|e| Error::weights(format!("tensor {name}: {e}")))
     }
