@@ -286,6 +286,7 @@ impl Runner {
             lease,
             capture: false,
             is_preplan,
+            stream: 0,
         })
     }
 

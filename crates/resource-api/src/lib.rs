@@ -122,7 +122,7 @@ pub use host::{HostServices, HostServicesHandle};
 pub use id::{LabelId, NodeId, RequestId, ResourceKey, StepId, WalkId};
 pub use kind::{Kind, KindHandle, kind};
 pub use outcome::{AdmitOutcome, FailureReason};
-pub use plan::{MAX_SLOTS, Plan, PlanSlots, PlanVec};
+pub use plan::{DeviceColumn, MAX_SLOTS, Plan, PlanSlots, PlanVec};
 pub use publish::PublishedInfo;
 pub use resource::{
     BuiltResource, PrefixWalk, Resource, ResourceHandle, ResourceKind, build_resource,

@@ -232,3 +232,50 @@ impl<T: std::fmt::Debug> std::fmt::Debug for PlanVec<T> {
         std::fmt::Debug::fmt(&**self, f)
     }
 }
+
+/// A column of a plan in device memory: where it lies and how long it is. Empty on the CPU.
+///
+/// The resource that planned keeps the memory. It is written by work on the step's stream, so that
+/// later work on that stream sees this step's values; its address is the same in every step that
+/// leases the same slot of the same bucket, so that a captured graph may read it.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, StableAbi)]
+pub struct DeviceColumn<T> {
+    address: u64,
+    len: u64,
+    element: std::marker::PhantomData<T>,
+}
+
+impl<T> DeviceColumn<T> {
+    /// No elements.
+    pub const EMPTY: Self = Self { address: 0, len: 0, element: std::marker::PhantomData };
+
+    /// `len` elements at a device address.
+    ///
+    /// # Safety
+    /// The elements must stay allocated for as long as the plan may be read, and a graph replayed.
+    pub unsafe fn from_raw(address: u64, len: usize) -> Self {
+        Self { address, len: len as u64, element: std::marker::PhantomData }
+    }
+
+    /// The device address.
+    pub fn address(&self) -> u64 {
+        self.address
+    }
+
+    /// Number of elements.
+    pub fn len(&self) -> usize {
+        self.len as usize
+    }
+
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+}
+
+impl<T> Default for DeviceColumn<T> {
+    fn default() -> Self {
+        Self::EMPTY
+    }
+}

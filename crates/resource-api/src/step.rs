@@ -262,6 +262,7 @@ pub struct StepContext<'a> {
     request_ids: Column<RequestId>,
     padded_request_ids: Column<RequestId>,
     plan_results: Column<TypedRef<'a>>,
+    stream: u64,
 }
 
 // SAFETY: columns are shared borrows of plain data; see `Column::get`.
@@ -290,6 +291,9 @@ pub struct StepHead {
     pub capture: bool,
     /// The step is only staged: `admit` and `plan` are called ahead of time.
     pub is_preplan: bool,
+    /// The device stream that the step's work is put on, as the driver's handle (`CUstream`); 0 on
+    /// the CPU.
+    pub stream: u64,
 }
 
 impl<'a> StepContext<'a> {
@@ -313,6 +317,7 @@ impl<'a> StepContext<'a> {
             request_ids: Column::of(request_ids),
             padded_request_ids: Column::of(padded_request_ids),
             plan_results: Column::of(plan_results),
+            stream: head.stream,
         }
     }
 
@@ -354,6 +359,13 @@ impl<'a> StepContext<'a> {
     /// Whether the step is only staged.
     pub fn is_preplan(&self) -> bool {
         self.flags & PREPLAN != 0
+    }
+
+    /// The device stream of the step, as the driver's handle (`CUstream`); 0 on the CPU. Everything
+    /// that a resource does on the device for this step, its plan's uploads included, is put on this
+    /// stream and nothing waits for it, unless the answer is a value of the host's.
+    pub fn stream(&self) -> u64 {
+        self.stream
     }
 
     /// The requests of the step, without padding.

@@ -98,6 +98,7 @@ fn head(slot: u32) -> StepHead {
         lease: SlotLease::eager(slot, 1),
         capture: false,
         is_preplan: false,
+        stream: 0,
     }
 }
 

@@ -65,6 +65,7 @@ impl Rig {
             lease: SlotLease::eager((self.step % 2) as u32, self.step as u32),
             capture: false,
             is_preplan: false,
+            stream: 0,
         };
         let mut plans = [TypedRef::NONE; 4];
         for phase in 0..4 {

@@ -77,6 +77,7 @@ pub fn measure(rig: &mut Rig, shape: &Shape, ends: Ends, wanted: usize) -> Resul
                 lease: SlotLease::eager((step_id % u64::from(SLOTS)) as u32, generation),
                 capture: false,
                 is_preplan: false,
+                stream: 0,
             };
             let mut plans = vec![TypedRef::NONE; count];
             let mut times = vec![[0u64; 4]; count];

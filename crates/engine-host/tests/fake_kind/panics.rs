@@ -53,6 +53,7 @@ pub fn in_step<R>(f: impl FnOnce(&ResourceStep<'_>, &StepContext<'_>) -> R) -> R
         lease: SlotLease::eager(0, 1),
         capture: false,
         is_preplan: false,
+        stream: 0,
     };
     let (request, label, span) = ([RID], [LabelId::MAIN], [1]);
     let step = ResourceStep::new(Segments { request: &request, label: &label, span: &span });

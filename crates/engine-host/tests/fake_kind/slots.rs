@@ -102,6 +102,7 @@ fn replay(
         lease,
         capture: false,
         is_preplan: false,
+        stream: 0,
     };
     let ctx = StepContext::new(head, rids, &padded, &[]);
     assert!(resource.admit(&own.share(0), &ctx)?.is_ready());

@@ -136,6 +136,7 @@ impl Engine {
             lease: SlotLease::eager(0, self.steps as u32),
             capture: false,
             is_preplan: false,
+            stream: 0,
         };
         let step = ResourceStep::new(input.segments).with_token_ids(input.token_ids);
         let mut plans = vec![TypedRef::NONE; self.resources.len()];

@@ -31,7 +31,7 @@ impl Typed for AttentionStepOptions {
 #[capability(id = "attention", major = 1, path = crate)]
 pub trait Attention: Send + Sync {
     /// `out[t] = softmax(q[t] k^T * scale) v` over the pages of token t's stream. `q` and `out` are
-    /// f32 `[tokens of the label's group, query heads, head dim]`. The layer's keys and values of
+    /// f32 `[tokens of the label's group, query heads, head dim]`; on a device bf16 too, both alike. The layer's keys and values of
     /// this step must have been written. Rows that read an empty stream give 0.
     fn run(
         &self,

@@ -4,7 +4,7 @@ use crate::cursor::Bound;
 use crate::id::{LabelId, RequestId};
 use crate::step::StepContext;
 use crate::tensor::{DType, TensorView, TensorViewMut};
-use crate::{PlanVec, Result, Typed};
+use crate::{DeviceColumn, PlanVec, Result, Typed};
 use abi_stable::StableAbi;
 use resource_api_macros::capability;
 
@@ -78,6 +78,30 @@ pub struct KvPlan {
     pub table: PlanVec<u32>,
     /// Entries per seat.
     pub table_stride: u32,
+    /// The same on the device; empty on the CPU.
+    pub device: KvDevicePlan,
+}
+
+/// The columns of a [`KvPlan`] that kernels read, in device memory.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, StableAbi)]
+pub struct KvDevicePlan {
+    /// Per row, as [`KvPlan::seat`].
+    pub seat: DeviceColumn<u32>,
+    /// Per row, as [`KvPlan::start`].
+    pub start: DeviceColumn<u32>,
+    /// Per row, as [`KvPlan::span`].
+    pub span: DeviceColumn<u32>,
+    /// Per row, as [`KvPlan::len`].
+    pub len: DeviceColumn<u32>,
+    /// Per row, as [`KvPlan::token_start`].
+    pub token_start: DeviceColumn<u32>,
+    /// Per token, as [`KvPlan::write_page`].
+    pub write_page: DeviceColumn<u32>,
+    /// Per token, as [`KvPlan::write_slot`].
+    pub write_slot: DeviceColumn<u32>,
+    /// As [`KvPlan::table`], with the same stride.
+    pub table: DeviceColumn<u32>,
 }
 
 impl Typed for KvPlan {
@@ -212,7 +236,8 @@ unsafe impl<'a> crate::abi::cross::Cross for KvLayer<'a> {
 #[capability(id = "kv.cache", major = 1, path = crate)]
 pub trait KvCache: Send + Sync {
     /// Writes this step's keys and values, `[tokens of the label's group, kv heads, head dim]` f32
-    /// or the cache's dtype, into the planned slots. Rows past the plan's tokens are ignored.
+    /// or the cache's dtype (bf16 too on a device), into the planned slots. Rows past the plan's
+    /// tokens are ignored.
     fn write_kv(
         &self,
         ctx: &StepContext<'_>,

@@ -3,7 +3,7 @@
 use crate::id::{LabelId, RequestId, StepId};
 use crate::step::StepContext;
 use crate::tensor::TensorViewMut;
-use crate::{PlanVec, Result, Typed};
+use crate::{DeviceColumn, PlanVec, Result, Typed};
 use abi_stable::StableAbi;
 use resource_api_macros::capability;
 
@@ -37,11 +37,18 @@ pub struct PositionsPlan {
     pub groups: PlanVec<PositionGroup>,
     /// Per token of the step, in packed order of groups.
     pub pos_ids: PlanVec<u32>,
+    /// `pos_ids` on the device; empty on the CPU.
+    pub device: DeviceColumn<u32>,
 }
 
 impl Default for PositionsPlan {
     fn default() -> Self {
-        Self { step: StepId(u64::MAX), groups: PlanVec::default(), pos_ids: PlanVec::default() }
+        Self {
+            step: StepId(u64::MAX),
+            groups: PlanVec::default(),
+            pos_ids: PlanVec::default(),
+            device: DeviceColumn::EMPTY,
+        }
     }
 }
 
@@ -75,7 +82,7 @@ pub struct PositionGroup {
 #[capability(id = "positions", major = 1, path = crate)]
 pub trait Positions: Send + Sync {
     /// Rotates queries `[tokens, query heads, head dim]` and keys `[tokens, kv heads, head dim]`
-    /// of the label's group in place, by the position of each token. f32.
+    /// of the label's group in place, by the position of each token. f32; on a device bf16 too.
     fn apply_qk(
         &self,
         ctx: &StepContext<'_>,

@@ -192,6 +192,7 @@ impl Step {
             lease: SlotLease::eager(self.slot, self.id as u32),
             capture: false,
             is_preplan: self.preplan,
+            stream: 0,
         };
         f(&step, &StepContext::new(head, &self.request, &self.request, plans))
     }

@@ -239,6 +239,7 @@ impl Engine {
             lease: SlotLease::eager(step.slot, step.id as u32),
             capture: false,
             is_preplan: step.preplan,
+            stream: 0,
         };
         let kv = ResourceStep::new(segments).with_options(TypedRef::new(&step.kv));
         let pos = ResourceStep::new(segments).with_options(TypedRef::new(&step.options));
