@@ -1,5 +1,7 @@
 //! The error of every call in this crate that can refuse its input.
 
+use resource_api::{ErrorKind, ResourceError};
+
 /// What was wrong, in one line.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
@@ -27,6 +29,34 @@ pub enum Error {
     /// A name of a CPU feature level that does not exist or that this CPU lacks.
     #[error("{0}")]
     CpuFeatures(String),
+
+    /// The driver or a library of the CUDA toolkit is not on this machine, or is too old.
+    #[error("{0}")]
+    Library(String),
+
+    /// A call into CUDA failed.
+    #[error("{call}: {reason}")]
+    Cuda { call: &'static str, reason: String },
+
+    /// A kernel does not compile, or cannot be loaded.
+    #[error("{0}")]
+    Kernel(String),
+
+    /// A tensor is not what an operation takes.
+    #[error("{what}: {reason}")]
+    Tensor { what: &'static str, reason: String },
+}
+
+impl From<Error> for ResourceError {
+    fn from(error: Error) -> Self {
+        let kind = match &error {
+            Error::OutOfMemory { .. } => ErrorKind::EXHAUSTED,
+            Error::CpuFeatures(_) => ErrorKind::INVALID,
+            Error::Library(_) => ErrorKind::UNSUPPORTED,
+            _ => ErrorKind::INTERNAL,
+        };
+        ResourceError::new(kind, error.to_string())
+    }
 }
 
 /// Shorthand for results of this crate.

@@ -9,6 +9,7 @@
 
 mod block_type;
 mod cpu;
+pub mod cuda;
 mod error;
 mod mapped_file;
 mod parallel;

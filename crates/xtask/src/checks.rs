@@ -5,7 +5,7 @@ use std::process::{Command, ExitCode, Stdio};
 use anyhow::{Context, Result};
 
 use crate::step::{Step, cargo, run as run_step, shown};
-use crate::{model, plugins};
+use crate::{kernels, model, plugins};
 
 /// Runs everything. The test runner comes last and nothing is printed after its summary; its exit
 /// code is the task's.
@@ -15,6 +15,7 @@ pub fn run() -> Result<ExitCode> {
     run_step("lints", &mut cargo(lints))?;
     let mut docs = cargo(["doc", "--workspace", "--no-deps"]);
     run_step("docs", docs.env("RUSTDOCFLAGS", "-D warnings"))?;
+    kernels::check_if_possible()?;
     plugins::build(&plugins::BuildOptions::default())?;
     let model = model::fetch()?;
 

@@ -1,4 +1,5 @@
-//! `cargo xtask`: builds and installs the plugins, fetches the model, runs the demo and the tests.
+//! `cargo xtask`: builds and installs the plugins, fetches the model, compiles kernels, runs the demo and the
+//! tests.
 
 #![forbid(unsafe_code)]
 
@@ -8,6 +9,7 @@ use clap::{Parser, Subcommand};
 
 mod checks;
 mod demo;
+mod kernels;
 mod model;
 mod plugins;
 mod progress;
@@ -28,6 +30,8 @@ enum Task {
     FetchModel,
     /// Ask a real model a question: build, fetch the model, stream the answer
     Demo(demo::DemoOptions),
+    /// Compile the CUDA kernels, which takes no GPU: check them, or make those of a release
+    Kernels(kernels::KernelOptions),
     /// Run what CI runs: format, lints, docs, plugins, model, all tests
     Test,
 }
@@ -37,6 +41,7 @@ fn main() -> ExitCode {
         Task::Build(options) => plugins::build(&options).map(|_| ExitCode::SUCCESS),
         Task::FetchModel => model::fetch().map(|_| ExitCode::SUCCESS),
         Task::Demo(options) => demo::run(&options),
+        Task::Kernels(options) => kernels::run(&options).map(|()| ExitCode::SUCCESS),
         Task::Test => checks::run(),
     };
     result.unwrap_or_else(|error| {

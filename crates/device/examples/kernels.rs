@@ -1,0 +1,79 @@
+//! Compiles the kernels that the engine uses, as `cargo xtask kernels` asks for: prints what each takes
+//! of a multiprocessor, fails on spilled registers (`--check`), writes what a release brings
+//! (`--embed DIR`).
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::time::Instant;
+
+use device::cuda::{
+    Arch, Instance, KernelCache, compile_and_report, compiler_version, named_instances,
+};
+
+fn main() -> ExitCode {
+    let mut embed = None;
+    let mut args = std::env::args().skip(1);
+    while let Some(arg) = args.next() {
+        match (arg.as_str(), &mut args) {
+            ("--check", _) => {}
+            ("--embed", args) => embed = args.next().map(PathBuf::from),
+            (other, _) => {
+                eprintln!("error: unknown option {other}");
+                return ExitCode::from(2);
+            }
+        }
+    }
+    match run(embed) {
+        Ok(0) => ExitCode::SUCCESS,
+        Ok(spilling) => {
+            eprintln!(
+                "error: {spilling} kernels spill registers, which no kernel here is meant to"
+            );
+            ExitCode::FAILURE
+        }
+        Err(e) => {
+            eprintln!("error: {e}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+/// Answers how many kernels spill.
+fn run(embed: Option<PathBuf>) -> device::Result<usize> {
+    let started = Instant::now();
+    let instances = named_instances();
+    println!("NVRTC {}, {} instances", compiler_version()?, instances.len());
+    println!(
+        "{:<64} {:>8} {:>5} {:>6} {:>6} {:>7}",
+        "kernel", "arch", "regs", "stack", "spills", "shared"
+    );
+    let cache = KernelCache::in_folders(embed.clone(), None);
+    let (mut spilling, mut bytes) = (0, 0);
+    for instance in &instances {
+        for arch in Arch::RELEASED {
+            let cubin = compile(instance, arch, &mut spilling)?;
+            bytes += cubin.len();
+            if embed.is_some() {
+                cache.ship(instance, arch, &cubin)?;
+            }
+        }
+    }
+    println!("{bytes} bytes of machine code in {:.1} s", started.elapsed().as_secs_f64());
+    Ok(spilling)
+}
+
+fn compile(instance: &Instance, arch: Arch, spilling: &mut usize) -> device::Result<Vec<u8>> {
+    let (cubin, kernels) = compile_and_report(instance, arch)?;
+    for kernel in kernels {
+        let name = match instance.to_string().split_once(' ') {
+            Some((_, defines)) => format!("{} {defines}", kernel.name),
+            None => kernel.name,
+        };
+        println!(
+            "{name:<64} {arch:>8} {:>5} {:>6} {:>6} {:>7}",
+            kernel.registers, kernel.stack, kernel.spills, kernel.shared
+        );
+        *spilling += usize::from(kernel.spills > 0);
+    }
+    Ok(cubin)
+}

@@ -1,0 +1,251 @@
+//! Streams: queues of device work, each done in order.
+
+use std::sync::Arc;
+
+use cudarc::driver::sys;
+
+use super::check::driver as check;
+use super::context::Context;
+use super::event::Event;
+use super::memory::{DeviceBuffer, PinnedBuffer};
+use super::tensor;
+use crate::error::{Error, Result};
+use bytemuck::Pod;
+use resource_api::{StepContext, TensorView, TensorViewMut};
+
+/// A queue of device work, or another library's queue that is used for a while.
+///
+/// Work on different streams overlaps unless an [`Event`] orders it. What is put in here reads and
+/// writes device memory later: memory that it uses must not be freed before, which is why dropping a
+/// [`DeviceBuffer`] waits, and [`Quarantine`](super::Quarantine) exists.
+#[derive(Debug)]
+pub struct Stream {
+    context: Arc<Context>,
+    raw: sys::CUstream,
+    is_owned: bool,
+}
+
+// SAFETY: the driver's stream calls are thread safe; an owned handle is destroyed once.
+unsafe impl Send for Stream {}
+// SAFETY: as above.
+unsafe impl Sync for Stream {}
+
+impl Stream {
+    /// A new stream, not ordered after the device's default stream.
+    ///
+    /// # Errors
+    /// [`Error::Cuda`].
+    pub fn new(context: &Arc<Context>) -> Result<Self> {
+        context.bind()?;
+        let mut raw = std::ptr::null_mut();
+        let flags = sys::CUstream_flags::CU_STREAM_NON_BLOCKING as u32;
+        // SAFETY: a context is current; the pointer is to a local.
+        check("cuStreamCreate", unsafe { sys::cuStreamCreate(&mut raw, flags) })?;
+        Ok(Self { context: context.clone(), raw, is_owned: true })
+    }
+
+    /// Another library's stream, by its handle; 0 is the device's default stream.
+    ///
+    /// # Safety
+    /// The handle must be of a stream of `context`'s device that stays alive as long as the value.
+    pub unsafe fn borrowed(context: &Arc<Context>, handle: u64) -> Self {
+        Self { context: context.clone(), raw: handle as usize as sys::CUstream, is_owned: false }
+    }
+
+    /// The stream that a step's device work is put on.
+    ///
+    /// # Errors
+    /// [`Error::Tensor`] for a step of a host that made no stream.
+    pub fn of_step(context: &Arc<Context>, ctx: &StepContext<'_>) -> Result<Self> {
+        if ctx.stream() == 0 {
+            let reason =
+                format!("step {} has none, and the work is on {}", ctx.step().0, context.device());
+            return Err(Error::Tensor { what: "stream", reason });
+        }
+        // SAFETY: the contract promises that a step's handle is of a stream of the engine's device,
+        // which the host keeps until all resources are gone.
+        Ok(unsafe { Self::borrowed(context, ctx.stream()) })
+    }
+
+    /// The handle, for other libraries; good while this value is alive.
+    pub fn handle(&self) -> u64 {
+        self.raw as usize as u64
+    }
+
+    /// The context it belongs to.
+    pub fn context(&self) -> &Arc<Context> {
+        &self.context
+    }
+
+    /// Waits until everything put in so far is done. Not under capture.
+    ///
+    /// # Errors
+    /// [`Error::Cuda`]: also the error of a kernel that failed before.
+    pub fn synchronize(&self) -> Result<()> {
+        self.context.bind()?;
+        // SAFETY: the handle is alive.
+        check("cuStreamSynchronize", unsafe { sys::cuStreamSynchronize(self.raw) })
+    }
+
+    /// Has later work of this stream wait for `event`, as it was last recorded.
+    ///
+    /// # Errors
+    /// [`Error::Cuda`].
+    pub fn wait(&self, event: &Event) -> Result<()> {
+        self.context.bind()?;
+        // SAFETY: both handles are alive.
+        check("cuStreamWaitEvent", unsafe { sys::cuStreamWaitEvent(self.raw, event.raw(), 0) })
+    }
+
+    /// Whether what is put in becomes part of a graph instead of being done.
+    ///
+    /// # Errors
+    /// [`Error::Cuda`].
+    pub fn is_capturing(&self) -> Result<bool> {
+        self.context.bind()?;
+        let mut status = sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
+        // SAFETY: the handle is alive; the pointer is to a local.
+        check("cuStreamIsCapturing", unsafe { sys::cuStreamIsCapturing(self.raw, &mut status) })?;
+        Ok(status != sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE)
+    }
+
+    /// Copies `len` elements from `from[from_at..]` to `to[to_at..]`, later. The pinned memory can be
+    /// accessed again at once: whoever does waits for the copy.
+    ///
+    /// # Errors
+    /// [`Error::OutOfRange`] where either range is not inside its buffer.
+    pub fn upload<T: Pod>(
+        &self,
+        from: &mut PinnedBuffer<T>,
+        from_at: usize,
+        to: &mut DeviceBuffer<T>,
+        to_at: usize,
+        len: usize,
+    ) -> Result<()> {
+        check_range("elements to upload from", from_at, len, from.len())?;
+        check_range("elements to upload to", to_at, len, to.len())?;
+        if len == 0 {
+            return Ok(());
+        }
+        let source = from.begin_use(self)?.wrapping_add(from_at);
+        let target = to.address() + (to_at * size_of::<T>()) as u64;
+        // SAFETY: both ranges are inside their allocations (checked). The pinned one outlives the copy
+        // because its drop waits for `end_use`'s event, the device one because its drop waits too.
+        let code = unsafe {
+            sys::cuMemcpyHtoDAsync_v2(target, source.cast(), len * size_of::<T>(), self.raw)
+        };
+        check("cuMemcpyHtoDAsync", code)?;
+        from.end_use(self)
+    }
+
+    /// Copies `len` elements from `from[from_at..]` to `to[to_at..]`, later: whoever accesses `to`
+    /// waits for the copy.
+    ///
+    /// # Errors
+    /// [`Error::OutOfRange`] where either range is not inside its buffer.
+    pub fn download<T: Pod>(
+        &self,
+        from: &DeviceBuffer<T>,
+        from_at: usize,
+        to: &mut PinnedBuffer<T>,
+        to_at: usize,
+        len: usize,
+    ) -> Result<()> {
+        check_range("elements to download from", from_at, len, from.len())?;
+        check_range("elements to download to", to_at, len, to.len())?;
+        if len == 0 {
+            return Ok(());
+        }
+        let target = to.begin_use(self)?.wrapping_add(to_at);
+        let source = from.address() + (from_at * size_of::<T>()) as u64;
+        // SAFETY: as in `upload`; nobody reads the pinned range before `end_use`'s event is passed.
+        let code = unsafe {
+            sys::cuMemcpyDtoHAsync_v2(target.cast(), source, len * size_of::<T>(), self.raw)
+        };
+        check("cuMemcpyDtoHAsync", code)?;
+        to.end_use(self)
+    }
+
+    /// Copies `from` to `to[to_at..]`, later; `from` is read before this returns. Several microseconds
+    /// of host time even for a few bytes: per step, use [`Stream::upload`].
+    ///
+    /// # Errors
+    /// [`Error::OutOfRange`] where the target is not inside its buffer; [`Error::Cuda`] under capture,
+    /// where the graph would read `from` after its end.
+    pub fn upload_slice<T: Pod>(
+        &self,
+        from: &[T],
+        to: &mut DeviceBuffer<T>,
+        to_at: usize,
+    ) -> Result<()> {
+        check_range("elements to upload to", to_at, from.len(), to.len())?;
+        if self.is_capturing()? {
+            let reason = "pageable memory cannot be copied under capture".to_owned();
+            return Err(Error::Cuda { call: "cuMemcpyHtoDAsync", reason });
+        }
+        if from.is_empty() {
+            return Ok(());
+        }
+        let target = to.address() + (to_at * size_of::<T>()) as u64;
+        // SAFETY: the target is inside its allocation (checked). Pageable memory is staged by the
+        // driver before the call returns, so that the source's lifetime does not matter.
+        let code = unsafe {
+            sys::cuMemcpyHtoDAsync_v2(target, from.as_ptr().cast(), size_of_val(from), self.raw)
+        };
+        check("cuMemcpyHtoDAsync", code)
+    }
+
+    /// Copies a contiguous device tensor to another of the same type and number of elements, later.
+    ///
+    /// # Errors
+    /// [`Error::Tensor`] where they do not agree.
+    pub fn copy(&self, from: &TensorView<'_>, to: &mut TensorViewMut<'_>) -> Result<()> {
+        let (from, to) = (from.raw(), to.raw());
+        let source = tensor::contiguous("source of a copy", &self.context, from, from.dtype)?;
+        let target = tensor::contiguous("target of a copy", &self.context, to, from.dtype)?;
+        crate::error::check_len("target of a copy", to.elements(), from.elements())?;
+        let bytes = from.elements() * from.dtype.size();
+        if bytes == 0 {
+            return Ok(());
+        }
+        // SAFETY: both views promise that many bytes on this device, the target exclusively.
+        let code = unsafe { sys::cuMemcpyDtoDAsync_v2(target, source, bytes, self.raw) };
+        check("cuMemcpyDtoDAsync", code)
+    }
+
+    /// Sets every byte of a buffer, later.
+    ///
+    /// # Errors
+    /// [`Error::Cuda`].
+    pub fn fill_bytes<T: Pod>(&self, buffer: &mut DeviceBuffer<T>, byte: u8) -> Result<()> {
+        self.context.bind()?;
+        if buffer.is_empty() {
+            return Ok(());
+        }
+        // SAFETY: the buffer is alive and that long; any bytes are a value of T.
+        let code = unsafe {
+            sys::cuMemsetD8Async(buffer.address(), byte, buffer.len() * size_of::<T>(), self.raw)
+        };
+        check("cuMemsetD8Async", code)
+    }
+
+    pub(super) fn raw(&self) -> sys::CUstream {
+        self.raw
+    }
+}
+
+impl Drop for Stream {
+    fn drop(&mut self) {
+        if self.is_owned && self.context.bind().is_ok() {
+            // SAFETY: the handle is ours; the driver does the pending work before it lets go of it.
+            let _ = unsafe { sys::cuStreamDestroy_v2(self.raw) };
+        }
+    }
+}
+
+fn check_range(what: &'static str, at: usize, len: usize, limit: usize) -> Result<()> {
+    match at.checked_add(len) {
+        Some(end) if end <= limit => Ok(()),
+        end => Err(Error::OutOfRange { what, index: end.unwrap_or(usize::MAX), limit }),
+    }
+}
