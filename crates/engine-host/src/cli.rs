@@ -57,14 +57,23 @@ struct ConfigArg {
     /// Configuration file; without it the built-in one is used
     #[arg(long, value_name = "FILE")]
     config: Option<PathBuf>,
+    /// Keep all kernels to this level of CPU instructions: portable, avx2, avx512, ...
+    #[arg(long, value_name = "LEVEL")]
+    cpu_features: Option<String>,
 }
 
 impl ConfigArg {
     fn load(&self) -> Result<Config> {
-        match &self.config {
-            Some(path) => Config::load(path),
-            None => Config::embedded(),
+        let mut config = match &self.config {
+            Some(path) => Config::load(path)?,
+            None => Config::embedded()?,
+        };
+        if let Some(level) = &self.cpu_features {
+            device::CpuFeatures::parse(level)
+                .map_err(|e| Error::usage(format!("--cpu-features: {e}")))?;
+            config.engine.cpu_features = Some(level.clone());
         }
+        Ok(config)
     }
 
     fn path(&self) -> Option<&std::path::Path> {

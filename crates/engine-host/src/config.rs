@@ -47,6 +47,9 @@ pub struct EngineConfig {
     pub strict: bool,
     /// Threads of the host's pool; default: as many as the machine offers.
     pub threads: usize,
+    /// CPU instruction level of all kernels, as [`device::CpuFeatures`] names them; default: the best
+    /// that the CPU has.
+    pub cpu_features: Option<String>,
     /// Requests in one step at most; default 64.
     pub max_batch: usize,
     /// Tokens in one step at most, the budget of chunked prefill; default 512.

@@ -24,6 +24,7 @@ pub struct Services {
     pub nodes: Names,
     budget: u64,
     reserved: AtomicU64,
+    cpu_features: String,
     completed_epoch: AtomicU64,
     metrics: Mutex<BTreeMap<String, Metric>>,
     threads: Mutex<Vec<JoinHandle<()>>>,
@@ -49,6 +50,7 @@ impl Services {
             nodes: Names::default(),
             budget,
             reserved: AtomicU64::new(0),
+            cpu_features: device::CpuFeatures::current().name().to_string(),
             completed_epoch: AtomicU64::new(0),
             metrics: Mutex::default(),
             threads: Mutex::default(),
@@ -163,6 +165,10 @@ impl HostServices for Services {
 
     fn free_memory(&self, _device: Device) -> u64 {
         self.budget.saturating_sub(self.reserved.load(Ordering::Acquire))
+    }
+
+    fn cpu_features(&self) -> String {
+        self.cpu_features.clone()
     }
 
     fn spawn(&self, name: &str, job: Job) -> resource_api::Result<()> {

@@ -78,6 +78,9 @@ pub fn load_with(
             ),
         ));
     }
+    if let Some(level) = &config.engine.cpu_features {
+        device::set_cpu_features(level).map_err(|e| Error::usage(e.to_string()))?;
+    }
     let model = open_model(&config.model.path)?;
     let max_model_len = max_model_len(config, &model)?;
     let limits = EngineLimits {

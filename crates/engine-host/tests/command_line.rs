@@ -202,3 +202,20 @@ fn the_list_names_every_plugin_and_why_one_is_refused() {
     assert!(reason.as_str().unwrap().contains("libtext.so"), "{reason}");
     assert!(!reason.as_str().unwrap().contains('\n'));
 }
+
+#[test]
+fn kernels_keep_to_the_cpu_features_asked_for() {
+    let host = Host::new();
+    let config = host.config(&plugins(), &model_path());
+    let config = config.to_str().unwrap();
+    let (code, line) = refused(&host.run(&["generate", "--prompt", "x", "--cpu-features", "sse9"]));
+    assert_eq!(code, Some(2));
+    assert!(line.contains("--cpu-features: there are no CPU features 'sse9'"), "{line}");
+
+    let ask = ["generate", "--config", config, "--prompt", "The capital of France is"];
+    let more = ["--max-tokens", "6", "--temperature", "0"];
+    let best = host.run(&[&ask[..], &more].concat());
+    let portable = host.run(&[&ask[..], &more, &["--cpu-features", "portable"]].concat());
+    assert!(portable.status.success(), "{}", String::from_utf8_lossy(&portable.stderr));
+    assert_eq!(best.stdout, portable.stdout, "other instructions, another answer");
+}

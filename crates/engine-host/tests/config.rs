@@ -31,11 +31,22 @@ fn the_embedded_default() {
     // The keys that it names in comments are keys.
     let all = DEFAULT_CONFIG
         .replace("# threads", "threads")
+        .replace("# cpu_features = \"avx2\"", "cpu_features = \"portable\"")
         .replace("# max_model_len", "max_model_len")
         .replace("# path", "path");
     let config = parse(&all);
+    assert_eq!(config.engine.cpu_features.as_deref(), Some("portable"));
     assert_eq!((config.engine.threads, config.engine.max_model_len), (2, Some(8192)));
     assert_eq!(config.model.path, Path::new("/etc/engine/SmolLM2-135M-Instruct.Q4_1.gguf"));
+}
+
+#[test]
+fn cpu_features_that_are_not_there_are_named_with_those_that_are() {
+    let lines = problems("[engine]\ncpu_features = \"sse9\"\n");
+    assert_eq!(lines.len(), 1);
+    let expected = "engine.toml:2:16: cpu_features in [engine]: there are no CPU features 'sse9'; \
+                    choose one of portable";
+    assert!(lines[0].starts_with(expected), "{}", lines[0]);
 }
 
 #[test]

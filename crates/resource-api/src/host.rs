@@ -74,6 +74,12 @@ pub trait HostServices: Send + Sync {
 
     /// Runs `job` once on a thread of the host named after the plugin, joined at shutdown.
     fn spawn(&self, name: &str, job: Job) -> Result<()>;
+
+    /// Name of the CPU instruction level that kernels are to keep to (`avx2`, `avx512vnni`, ...), the
+    /// same in the host and in every plugin; empty for the best that the CPU has.
+    fn cpu_features(&self) -> String {
+        String::new()
+    }
 }
 
 impl Default for LabelId {

@@ -52,6 +52,7 @@ impl ResourceKind for PagedCrossAttention {
         spec: NodeResourceSpec<CrossAttentionSettings>,
         info: &EngineResourceInfo,
     ) -> Result<Self> {
+        device::use_features_of(&info.host)?;
         let settings = spec.settings;
         let within = |e: ResourceError| e.within(format!("[resources.{}]", spec.resource_key));
         let cache = Cache::new(info, &settings.kv_cache).map_err(within)?;

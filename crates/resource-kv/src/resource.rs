@@ -66,6 +66,7 @@ impl Kv {
             let what = format!("kind kv runs on the CPU only for now, not on {}", info.device);
             return Err(ResourceError::unsupported(what));
         }
+        device::use_features_of(&info.host)?;
         let settings = &spec.settings;
         let shape = settings.shape(info)?;
         let page_bytes = total_bytes(&lay_out(&shape, 1)?);

@@ -54,6 +54,7 @@ impl ResourceKind for Positions {
     }
 
     fn build(spec: NodeResourceSpec<PositionsSpec>, info: &EngineResourceInfo) -> Result<Self> {
+        device::use_features_of(&info.host)?;
         let key = spec.resource_key;
         let settings = spec.settings;
         if !info.device.is_cpu() {

@@ -47,6 +47,7 @@ impl ResourceKind for Sampler {
     const PROVIDES: &'static [&'static str] = &["sampler/1"];
 
     fn build(spec: NodeResourceSpec<SamplerSpec>, info: &EngineResourceInfo) -> Result<Self> {
+        device::use_features_of(&info.host)?;
         let key = spec.resource_key;
         if !info.device.is_cpu() {
             return Err(ResourceError::unsupported(format!(

@@ -3,6 +3,8 @@
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU8, Ordering};
 
+use resource_api::{HostServices, HostServicesHandle, ResourceError};
+
 use crate::error::{Error, Result};
 
 /// Instruction sets in ascending order. Every CPU that has one has those before it.
@@ -111,6 +113,19 @@ impl CpuFeatures {
 pub fn set_cpu_features(name: &str) -> Result<()> {
     CURRENT.store(CpuFeatures::parse(name)?.0 as u8, Ordering::Relaxed);
     Ok(())
+}
+
+/// Sets the level that the host asks for. A plugin has its own copy of this crate: its kinds call this
+/// when they are built. A host that names none changes nothing.
+///
+/// # Errors
+/// `INVALID` as [`CpuFeatures::parse`].
+pub fn use_features_of(host: &HostServicesHandle) -> resource_api::Result<()> {
+    let name = host.cpu_features();
+    match name.is_empty() {
+        true => Ok(()),
+        false => set_cpu_features(&name).map_err(|e| ResourceError::invalid(e.to_string())),
+    }
 }
 
 #[cfg(not(target_arch = "x86_64"))]

@@ -50,6 +50,7 @@ fn engine(table: Option<TableReader<'_, '_>>, base: &Path) -> EngineConfig {
         plugin_dirs: vec![base.join("plugins")],
         strict: false,
         threads: std::thread::available_parallelism().map_or(1, usize::from),
+        cpu_features: None,
         max_batch: 64,
         max_batch_tokens: 512,
         max_model_len: None,
@@ -79,6 +80,12 @@ fn engine(table: Option<TableReader<'_, '_>>, base: &Path) -> EngineConfig {
     }
     if let Some(strict) = table.boolean("strict") {
         config.strict = strict;
+    }
+    if let Some(level) = table.string("cpu_features") {
+        match device::CpuFeatures::parse(level.get_ref()) {
+            Ok(_) => config.cpu_features = Some(level.get_ref().to_string()),
+            Err(e) => report(&table, &level, &format!("cpu_features in [engine]: {e}")),
+        }
     }
     let mut count = |key, range| table.integer(key, range).and_then(|n| usize::try_from(n).ok());
     config.threads = count("threads", THREADS).unwrap_or(config.threads);
