@@ -170,6 +170,33 @@ impl<T: Element> DeviceBuffer<T> {
         Ok(unsafe { TensorViewMut::from_raw(self.describe(first, shape)?) })
     }
 
+    /// `rows` rows from row `first` on, each split into tensors that lie side by side in it: part n has
+    /// `[heads, dim] = parts[n]` elements of a row, and is the tensor `[rows, heads, dim]`.
+    ///
+    /// # Errors
+    /// [`Error::OutOfRange`] where the buffer ends before.
+    pub fn parts_mut<const N: usize>(
+        &mut self,
+        first: usize,
+        rows: usize,
+        parts: [[usize; 2]; N],
+    ) -> Result<[TensorViewMut<'_>; N]> {
+        let width: usize = parts.iter().map(|[heads, dim]| heads * dim).sum();
+        let begin = product("a view of a device buffer", first, width)?;
+        let whole = self.describe(begin, &[rows, width])?;
+        let mut column = 0;
+        Ok(parts.map(|[heads, dim]| {
+            let mut part =
+                RawTensor::contiguous(whole.data, whole.device, T::DTYPE, &[rows, heads, dim]);
+            part.strides[0] = width as i64;
+            part.byte_offset = (column * size_of::<T>()) as u64;
+            column += heads * dim;
+            // SAFETY: the parts' elements are inside the allocation (checked as a whole), which is
+            // borrowed exclusively, and no two parts have one in common.
+            unsafe { TensorViewMut::from_raw(part) }
+        }))
+    }
+
     fn describe(&self, first: usize, shape: &[usize]) -> Result<RawTensor> {
         let what = "end of a view of a device buffer";
         let len = shape.iter().try_fold(1usize, |n, &d| n.checked_mul(d));

@@ -10,6 +10,7 @@
 //! behind the caller's back, which would break a capture.
 
 mod arch;
+mod attention;
 mod blas;
 mod cache;
 mod check;
@@ -21,12 +22,14 @@ mod graph;
 mod library;
 mod memory;
 mod module;
+mod ops;
 mod quarantine;
 mod source;
 mod stream;
 mod tensor;
 
 pub use arch::Arch;
+pub use attention::{AttentionRows, AttentionRule, AttentionShape, PagedAttention};
 pub use blas::{Blas, Into};
 pub use cache::{KernelCache, SHIPPED_ENV};
 pub use compile::{KernelUse, compile, compile_and_report, compiler_version};
@@ -37,6 +40,7 @@ pub use graph::Graph;
 pub use library::{LIBRARY_PATH_ENV, Library};
 pub use memory::{DeviceBuffer, PinnedBuffer};
 pub use module::{Args, Grid, Kernel, Module};
+pub use ops::Ops;
 pub use quarantine::Quarantine;
 pub use source::{Instance, named_instances};
 pub use stream::Stream;

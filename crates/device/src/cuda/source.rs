@@ -16,16 +16,26 @@ macro_rules! sources {
 }
 
 /// Files that others include, by the name they are included by.
-pub(super) const HEADERS: &[(&str, &str)] = sources!["attention.cuh"];
+pub(super) const HEADERS: &[(&str, &str)] = sources!["attention.cuh", "types.cuh"];
 
 /// Files with kernels.
-const SOURCES: &[(&str, &str)] = sources!["fill.cu"];
+const SOURCES: &[(&str, &str)] = sources![
+    "attention_decode.cu",
+    "attention_exact.cu",
+    "attention_prefill.cu",
+    "elementwise.cu",
+    "fill.cu",
+    "norm.cu",
+];
 
 /// The instances that the engine uses for the models it knows. Continuous integration compiles each
 /// for every [released architecture](Arch::RELEASED); a release brings them compiled. Others are
 /// compiled at first use.
 pub fn named_instances() -> Vec<Instance> {
-    vec![Instance::of("fill.cu")]
+    let mut named = super::attention::named_instances();
+    named.extend(super::ops::named_instances());
+    named.push(Instance::of("fill.cu"));
+    named
 }
 
 /// A source with what is defined for it: one compiled module.

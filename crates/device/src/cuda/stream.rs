@@ -11,7 +11,7 @@ use super::memory::{DeviceBuffer, PinnedBuffer};
 use super::tensor;
 use crate::error::{Error, Result};
 use bytemuck::Pod;
-use resource_api::{StepContext, TensorView, TensorViewMut};
+use resource_api::{Element, RawTensor, StepContext, TensorView, TensorViewMut};
 
 /// A queue of device work, or another library's queue that is used for a while.
 ///
@@ -213,6 +213,47 @@ impl Stream {
         check("cuMemcpyDtoDAsync", code)
     }
 
+    /// The elements of a device tensor with any strides, in row-major order, once everything that was
+    /// put in before is done. One copy per run of neighbouring elements: for tests and tools.
+    ///
+    /// # Errors
+    /// [`Error::Tensor`] for another type or device; [`Error::Cuda`], also under capture.
+    pub fn read<T: Element + Pod>(&self, from: &TensorView<'_>) -> Result<Vec<T>> {
+        let raw = from.raw();
+        let start = tensor::strided("tensor to read", &self.context, raw, T::DTYPE)?;
+        let mut values = vec![T::zeroed(); raw.elements()];
+        self.synchronize()?;
+        let (run, offsets) = runs(raw);
+        for (values, offset) in values.chunks_mut(run.max(1)).zip(offsets) {
+            let at = start.wrapping_add_signed(offset * size_of::<T>() as i64);
+            let bytes = size_of_val(values);
+            // SAFETY: the run lies inside the elements that the view describes, and `values` is as long.
+            let code = unsafe { sys::cuMemcpyDtoH_v2(values.as_mut_ptr().cast(), at, bytes) };
+            check("cuMemcpyDtoH", code)?;
+        }
+        Ok(values)
+    }
+
+    /// The reverse of [`Stream::read`]: complete when this returns.
+    ///
+    /// # Errors
+    /// As for [`Stream::read`]; [`Error::Length`] for another number of elements.
+    pub fn write<T: Element + Pod>(&self, to: &mut TensorViewMut<'_>, values: &[T]) -> Result<()> {
+        let raw = to.raw();
+        let start = tensor::strided("tensor to write", &self.context, raw, T::DTYPE)?;
+        crate::error::check_len("values of a tensor", values.len(), raw.elements())?;
+        self.synchronize()?;
+        let (run, offsets) = runs(raw);
+        for (values, offset) in values.chunks(run.max(1)).zip(offsets) {
+            let at = start.wrapping_add_signed(offset * size_of::<T>() as i64);
+            // SAFETY: as in `read`, and the view is exclusive.
+            let code =
+                unsafe { sys::cuMemcpyHtoD_v2(at, values.as_ptr().cast(), size_of_val(values)) };
+            check("cuMemcpyHtoD", code)?;
+        }
+        self.context.synchronize()
+    }
+
     /// Sets every byte of a buffer, later.
     ///
     /// # Errors
@@ -243,9 +284,53 @@ impl Drop for Stream {
     }
 }
 
+/// Length of the runs of neighbouring elements that a tensor consists of, and the offset of each from
+/// the first element, in row-major order.
+fn runs(raw: &RawTensor) -> (usize, impl Iterator<Item = i64>) {
+    let shape: Vec<i64> = raw.shape().to_vec();
+    let strides = raw.strides;
+    let (mut run, mut outer) = (1, shape.len());
+    while outer > 0 && (shape[outer - 1] == 1 || strides[outer - 1] == run) {
+        run *= shape[outer - 1];
+        outer -= 1;
+    }
+    let count: i64 = shape[..outer].iter().product();
+    let offset_of = move |mut index: i64| {
+        let mut offset = 0;
+        for d in (0..outer).rev() {
+            offset += index % shape[d] * strides[d];
+            index /= shape[d];
+        }
+        offset
+    };
+    (run.max(0) as usize, (0..count.max(0)).map(offset_of))
+}
+
 fn check_range(what: &'static str, at: usize, len: usize, limit: usize) -> Result<()> {
     match at.checked_add(len) {
         Some(end) if end <= limit => Ok(()),
         end => Err(Error::OutOfRange { what, index: end.unwrap_or(usize::MAX), limit }),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use resource_api::{DType, Device};
+
+    #[test]
+    fn a_strided_tensor_is_as_few_runs_as_it_can_be() {
+        let of = |shape: &[usize], strides: &[i64]| {
+            let null = std::ptr::null_mut();
+            let mut raw = RawTensor::contiguous(null, Device::cuda(0), DType::F32, shape);
+            raw.strides[..strides.len()].copy_from_slice(strides);
+            let (run, offsets) = runs(&raw);
+            (run, offsets.collect::<Vec<_>>())
+        };
+        assert_eq!(of(&[3, 4], &[4, 1]), (12, vec![0]));
+        assert_eq!(of(&[2, 3, 4], &[40, 4, 1]), (12, vec![0, 40]));
+        assert_eq!(of(&[2, 2, 4], &[40, 8, 1]), (4, vec![0, 8, 40, 48]));
+        assert_eq!(of(&[2, 2], &[1, 2]), (1, vec![0, 2, 1, 3]));
+        assert_eq!(of(&[0, 4], &[4, 1]).0, 0);
     }
 }
