@@ -4,6 +4,7 @@ use crate::error::{Error, Result};
 
 mod gguf;
 mod hf;
+mod preset;
 mod rope;
 
 pub use rope::{RopeConfig, RopeLayout, RopeScaling};

@@ -25,13 +25,18 @@ use crate::config::ModelConfig;
 use crate::node::{Node, NodeResources, StepInput, StepOutput};
 
 mod buffers;
+mod cuda;
 mod defaults;
 mod layer;
+mod layout;
 mod load;
 mod rows;
 
-use buffers::{Buffers, Group};
+use buffers::Buffers;
 use layer::Layer;
+use layout::Group;
+
+pub use cuda::CudaDecoder;
 
 /// Name of the node in configs.
 pub const NODE: &str = "decoder";
@@ -54,6 +59,17 @@ struct Handles {
     kv: KvCacheHandle,
     attention: AttentionHandle,
     sampler: SamplerHandle,
+}
+
+impl Handles {
+    fn find(resources: &NodeResources<'_>) -> Result<Self> {
+        Ok(Self {
+            positions: resources.only("positions")?,
+            kv: resources.only("kv")?,
+            attention: resources.only("attention")?,
+            sampler: resources.only("sampler")?,
+        })
+    }
 }
 
 impl Decoder {
@@ -83,12 +99,7 @@ impl Node for Decoder {
     }
 
     fn attach(&self, resources: &NodeResources<'_>, limits: &EngineLimits) -> Result<()> {
-        let handles = Handles {
-            positions: resources.only("positions")?,
-            kv: resources.only("kv")?,
-            attention: resources.only("attention")?,
-            sampler: resources.only("sampler")?,
-        };
+        let handles = Handles::find(resources)?;
         let (tokens, samples) = (limits.max_batch_tokens as usize, limits.max_batch as usize);
         self.lock_buffers().fit(tokens, samples.min(tokens))?;
         self.handles
@@ -110,7 +121,7 @@ impl Node for Decoder {
         })?;
         let buffers = &mut *self.lock_buffers();
         buffers.fit(input.token_ids.len(), input.sample.len())?;
-        buffers.lay_out(input)?;
+        buffers.layout.lay_out(input)?;
         if input.token_ids.is_empty() {
             return Ok(());
         }
@@ -157,19 +168,19 @@ impl Pass<'_> {
             attention.set_default_layer_idx(index as u32);
             let is_last = index + 1 == layers.len();
             layer.project_qkv(config, buffers, rows, self.parallel)?;
-            for &group in &buffers.groups {
+            for &group in &buffers.layout.groups {
                 kv.set_default_label(group.label);
                 attention.set_default_label(group.label);
                 let tensors = &mut buffers.attention;
                 self.write_cache(&kv, index as u32, group, tensors)?;
                 // Past the last layer only what is sampled is read.
-                if !(is_last && buffers.sampled_rows.is_empty()) {
+                if !(is_last && buffers.layout.sampled_rows.is_empty()) {
                     self.attend(&attention, group, tensors)?;
                 }
             }
             if is_last {
                 buffers.keep_sampled_rows();
-                rows = buffers.sampled_rows.len();
+                rows = buffers.layout.sampled_rows.len();
             }
             layer.finish(config, buffers, rows, self.parallel)?;
         }

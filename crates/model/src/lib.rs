@@ -30,7 +30,7 @@ pub use chat::{ChatInput, ChatTemplate};
 pub use config::{
     Activation, Architecture, LocalLayers, ModelConfig, RopeConfig, RopeLayout, RopeScaling,
 };
-pub use decoder::Decoder;
+pub use decoder::{CudaDecoder, Decoder};
 pub use detok::Detokenizer;
 pub use error::{Error, ErrorKind, Result};
 pub use gguf::Gguf;

@@ -1,10 +1,10 @@
 //! The activations of a forward pass, kept from step to step.
 
 use device::Scratch;
-use resource_api::{ErrorKind, LabelId, ResourceError, Result};
+use resource_api::{ErrorKind, ResourceError, Result};
 
+use super::layout::Layout;
 use crate::config::ModelConfig;
-use crate::node::StepInput;
 
 /// Rows of equal width, as many as the largest step needed so far.
 #[derive(Debug)]
@@ -59,14 +59,6 @@ impl Rows {
     }
 }
 
-/// The tokens of one label: a range of the packed rows.
-#[derive(Debug, Clone, Copy)]
-pub(super) struct Group {
-    pub(super) label: LabelId,
-    pub(super) first: usize,
-    pub(super) tokens: usize,
-}
-
 /// What the resources see of a layer.
 #[derive(Debug)]
 pub(super) struct AttentionBuffers {
@@ -91,10 +83,7 @@ pub(super) struct Buffers {
     pub(super) up: Rows,
     pub(super) logits: Rows,
     pub(super) scratch: Scratch,
-    /// The labels of the step that have tokens.
-    pub(super) groups: Vec<Group>,
-    /// The token rows that are sampled, ascending.
-    pub(super) sampled_rows: Vec<usize>,
+    pub(super) layout: Layout,
 }
 
 impl Buffers {
@@ -115,8 +104,7 @@ impl Buffers {
             up: Rows::new(config.ffn),
             logits: Rows::new(config.vocab),
             scratch: Scratch::default(),
-            groups: Vec::new(),
-            sampled_rows: Vec::new(),
+            layout: Layout::default(),
         }
     }
 
@@ -127,43 +115,13 @@ impl Buffers {
         for rows in stream.into_iter().chain([q, k, v, out, &mut self.gate, &mut self.up]) {
             rows.fit(tokens)?;
         }
-        self.sampled_rows.reserve(samples.saturating_sub(self.sampled_rows.len()));
+        self.layout.reserve(samples);
         self.logits.fit(samples)
-    }
-
-    /// Finds the groups and the sampled rows of a step that has been checked.
-    pub(super) fn lay_out(&mut self, input: &StepInput<'_>) -> Result<()> {
-        self.groups.clear();
-        self.sampled_rows.clear();
-        let mut sample = input.sample.iter().copied().peekable();
-        let mut first = 0;
-        for (index, segment) in input.segments.iter().enumerate() {
-            let tokens = segment.span as usize;
-            if tokens == 0 {
-                continue;
-            }
-            let label = segment.label;
-            match self.groups.iter().position(|g| g.label == label) {
-                None => self.groups.push(Group { label, first, tokens }),
-                Some(at) if at + 1 == self.groups.len() => self.groups[at].tokens += tokens,
-                Some(_) => {
-                    return Err(ResourceError::invalid(format!(
-                        "the segments of label {} do not lie side by side in the step",
-                        label.0
-                    )));
-                }
-            }
-            first += tokens;
-            if sample.next_if_eq(&(index as u32)).is_some() {
-                self.sampled_rows.push(first - 1);
-            }
-        }
-        Ok(())
     }
 
     /// Drops the rows that nobody samples from what the end of the last layer reads.
     pub(super) fn keep_sampled_rows(&mut self) {
-        self.hidden.gather(&self.sampled_rows);
-        self.attention.out.gather(&self.sampled_rows);
+        self.hidden.gather(&self.layout.sampled_rows);
+        self.attention.out.gather(&self.layout.sampled_rows);
     }
 }

@@ -9,7 +9,7 @@ use resource_api::{
     ResourceStep, Result, Segments, SlotLease, StepContext, StepHead, StepId, TypedRef, WalkId,
 };
 
-use crate::kinds::kinds;
+use crate::kinds::{Place, kinds};
 use crate::plain::{Recorder, plain};
 
 /// One request's share of a step.
@@ -48,12 +48,18 @@ pub enum Resources {
 
 pub const BOTH: [Resources; 2] = [Resources::Plain, Resources::Kinds];
 
-pub struct Engine {
-    pub node: Decoder,
+/// The largest steps of these tests.
+pub const LIMITS: EngineLimits =
+    EngineLimits { max_batch: 4, max_batch_tokens: 64, max_model_len: 128 };
+
+pub struct Engine<N = Decoder> {
+    pub node: N,
     pub out: StepOutput,
     resources: Vec<(&'static str, BuiltResource)>,
     recorder: Arc<Recorder>,
     pool: Pool,
+    /// Handle of the stream that device work goes on; 0 on the CPU.
+    stream: u64,
     steps: u64,
 }
 
@@ -71,10 +77,25 @@ impl Engine {
         let node = Decoder::load(config, weights, options, &pool, &mut progress).expect("loads");
         assert_eq!(last, (weights.total_bytes(), weights.total_bytes()));
 
-        let mut resources = match on {
+        let resources = match on {
             Resources::Plain => vec![("plain", plain(&node))],
-            Resources::Kinds => kinds(&node),
+            Resources::Kinds => kinds(&node, Place::CPU),
         };
+        // Smaller than some steps: buffers grow.
+        let limits = EngineLimits { max_batch: 2, max_batch_tokens: 8, max_model_len: 128 };
+        Self::with(node, resources, pool, &limits, 0)
+    }
+}
+
+impl<N: Node> Engine<N> {
+    /// `node` over `resources`, with a recorder in front of their sampler.
+    pub fn with(
+        node: N,
+        mut resources: Vec<(&'static str, BuiltResource)>,
+        pool: Pool,
+        limits: &EngineLimits,
+        stream: u64,
+    ) -> Self {
         let sampler = resources.iter_mut().find(|(key, _)| *key == "sampler");
         let recorder = match sampler {
             Some((_, sampler)) => {
@@ -89,9 +110,8 @@ impl Engine {
             kind: key,
             capabilities: &built.capabilities,
         });
-        let limits = EngineLimits { max_batch: 2, max_batch_tokens: 8, max_model_len: 128 };
-        node.attach(&NodeResources::new(node.name(), listed.collect()), &limits).expect("attaches");
-        Self { node, out: StepOutput::default(), resources, recorder, pool, steps: 0 }
+        node.attach(&NodeResources::new(node.name(), listed.collect()), limits).expect("attaches");
+        Self { node, out: StepOutput::default(), resources, recorder, pool, stream, steps: 0 }
     }
 
     /// Announces the request in `slot`.
@@ -136,7 +156,7 @@ impl Engine {
             lease: SlotLease::eager(0, self.steps as u32),
             capture: false,
             is_preplan: false,
-            stream: 0,
+            stream: self.stream,
         };
         let step = ResourceStep::new(input.segments).with_token_ids(input.token_ids);
         let mut plans = vec![TypedRef::NONE; self.resources.len()];

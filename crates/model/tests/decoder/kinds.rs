@@ -1,6 +1,6 @@
 //! The shipped kinds, linked in, as a decoder's resources.
 
-use model::{Decoder, Node};
+use model::Node;
 use resource_api::host::PlainHost;
 use resource_api::{
     BuiltResource, DType, Device, EngineResourceInfo, NodeResourceSpec, ResourceKind,
@@ -12,8 +12,21 @@ use resource_positions::Positions;
 use resource_sampler::Sampler;
 use serde_json::{Value, json};
 
-/// Cache, attention, positions and sampler, in build order, with a float32 cache.
-pub fn kinds(node: &Decoder) -> Vec<(&'static str, BuiltResource)> {
+/// Where and how the kinds keep things.
+#[derive(Clone, Copy)]
+pub struct Place {
+    pub device: Device,
+    pub kv_dtype: DType,
+}
+
+impl Place {
+    /// On the CPU, with a float32 cache.
+    pub const CPU: Self = Self { device: Device::CPU, kv_dtype: DType::F32 };
+}
+
+/// Cache, attention, positions and sampler, in build order.
+pub fn kinds(node: &dyn Node, place: Place) -> Vec<(&'static str, BuiltResource)> {
+    let node = (node, place);
     let (kv_spec, kv) = build::<Kv>(node, "kv", json!({ "page_size": 8, "pages": 128 }), 0, None);
     let of_kv = json!({ "kv_cache": "kv" });
     let cache = Some((&kv_spec, &kv));
@@ -25,7 +38,7 @@ pub fn kinds(node: &Decoder) -> Vec<(&'static str, BuiltResource)> {
 
 /// Builds a resource under the name of its kind, on `cache` if it depends on one.
 fn build<K: ResourceKind>(
-    node: &Decoder,
+    (node, place): (&dyn Node, Place),
     key: &str,
     settings: Value,
     index: u32,
@@ -39,8 +52,12 @@ fn build<K: ResourceKind>(
         nodes: [node.name().to_string()].into(),
         settings: Value::Object(all).to_string(),
     };
-    let mut info = EngineResourceInfo::new(Device::CPU, PlainHost::handle());
-    info.kv_dtype = DType::F32;
+    let mut info = EngineResourceInfo::new(place.device, PlainHost::handle());
+    info.kv_dtype = place.kv_dtype;
+    if !place.device.is_cpu() {
+        // Device buffers are made for them.
+        info.limits = crate::engine::LIMITS;
+    }
     info.index = index;
     if let Some((spec, built)) = cache {
         info.dependencies.insert("kv".into(), built.as_dependency(spec.clone(), 0));

@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard};
 
-use model::{Decoder, Node};
+use model::Node;
 use resource_api::{
     Attention, AttentionHandle, BuiltResource, KvCache, KvCacheHandle, KvLayer, LabelId, Plan,
     Positions, PositionsHandle, RequestId, Resource, ResourceError, ResourceHandle, ResourceStep,
@@ -18,7 +18,7 @@ type KeyValue = (Vec<f32>, Vec<f32>);
 
 /// Cache, attention and positions in one.
 #[derive(Default)]
-struct Plain {
+pub struct Plain {
     rope: Map<String, Value>,
     scoring: Map<String, Value>,
     state: Mutex<State>,
@@ -32,10 +32,8 @@ struct State {
 }
 
 /// Cache, attention and positions, with what the model says of the latter two.
-pub fn plain(node: &Decoder) -> BuiltResource {
-    let (rope, scoring) =
-        (node.resource_defaults("positions"), node.resource_defaults("attention"));
-    let plain = Arc::new(Plain { rope, scoring, ..Plain::default() });
+pub fn plain(node: &dyn Node) -> BuiltResource {
+    let plain = Arc::new(Plain::of(node));
     BuiltResource {
         resource: ResourceHandle::new(plain.clone()),
         capabilities: vec![
@@ -47,6 +45,13 @@ pub fn plain(node: &Decoder) -> BuiltResource {
 }
 
 impl Plain {
+    /// With what the model says of positions and attention.
+    pub fn of(node: &dyn Node) -> Self {
+        let (rope, scoring) =
+            (node.resource_defaults("positions"), node.resource_defaults("attention"));
+        Self { rope, scoring, ..Self::default() }
+    }
+
     fn state(&self) -> MutexGuard<'_, State> {
         self.state.lock().expect("no test panics inside")
     }
@@ -301,10 +306,19 @@ impl Sampler for Recorder {
         out: &mut [Sampled],
     ) -> Result<()> {
         let vocab = logits.shape()[1] as usize;
-        let rows = logits.as_mut_slice::<f32>().expect("contiguous f32");
+        // From a device they come as a copy.
+        let mut there = match logits.raw().device.is_cpu() {
+            true => Vec::new(),
+            false => crate::cuda::to_host(ctx, &logits.view()),
+        };
+        let rows = match there.is_empty() {
+            true => logits.as_mut_slice::<f32>().expect("contiguous f32"),
+            false => &mut there,
+        };
         assert_eq!((rids.len(), rows.len()), (out.len(), out.len() * vocab));
         let mut seen = self.seen.lock().expect("no test panics inside");
         seen.extend(rows.chunks_exact(vocab).map(<[f32]>::to_vec));
+        drop(seen);
         if let Some(inner) = &self.inner {
             return inner.sample(ctx, rids, logits, out);
         }

@@ -1,0 +1,260 @@
+//! The decoder on a CUDA device: the same computation as on the CPU, in the same order of calls.
+//!
+//! Weights and what goes into a product are bf16; products are summed in f32. The residual stream is
+//! f32: products add to it directly, which costs a few bytes per token and saves the rounding that
+//! every layer of a bf16 stream adds. Norms compute in f32, logits are f32.
+//!
+//! All work goes on the step's stream and nothing waits, until the sampler has its answer.
+
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+
+use device::Parallel;
+use device::cuda::{Blas, Context, DeviceBuffer, Into, Ops, Stream};
+use resource_api::{
+    AttentionHandle, AttentionResource, Bound, EngineLimits, ErrorKind, KvCacheHandle, Positions,
+    ResourceError, Result, Sampler, StepContext, TensorView,
+};
+use serde_json::{Map, Value};
+
+use super::layout::Group;
+use super::{Handles, NODE, defaults};
+use crate::config::ModelConfig;
+use crate::node::{Node, NodeResources, StepInput, StepOutput};
+
+mod buffers;
+mod layer;
+mod load;
+
+use buffers::Buffers;
+use layer::{Layer, Weight};
+
+/// A decoder whose weights lie on a CUDA device.
+pub struct CudaDecoder {
+    config: ModelConfig,
+    context: Arc<Context>,
+    embed: Weight,
+    layers: Vec<Layer>,
+    norm: DeviceBuffer<f32>,
+    /// `None` where the embedding is the output matrix too.
+    head: Option<Weight>,
+    tools: Tools,
+    limits: EngineLimits,
+    handles: OnceLock<Handles>,
+    buffers: Mutex<Buffers>,
+}
+
+/// What computes.
+struct Tools {
+    blas: Blas,
+    ops: Ops,
+}
+
+impl CudaDecoder {
+    /// The numbers of the model.
+    pub fn config(&self) -> &ModelConfig {
+        &self.config
+    }
+
+    /// Bytes that the weights take on the device.
+    pub fn weight_bytes(&self) -> usize {
+        let ends = self.embed.bytes() + self.head.as_ref().map_or(0, Weight::bytes);
+        ends + self.layers.iter().map(Layer::bytes).sum::<usize>()
+    }
+
+    /// A panic of another pass leaves nothing behind that matters: every pass writes what it reads.
+    fn lock_buffers(&self) -> MutexGuard<'_, Buffers> {
+        self.buffers.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Node for CudaDecoder {
+    fn name(&self) -> &str {
+        NODE
+    }
+
+    fn walks(&self) -> &[&str] {
+        &["prefill", "decode"]
+    }
+
+    fn resource_defaults(&self, kind: &str) -> Map<String, Value> {
+        defaults::of_kind(&self.config, kind)
+    }
+
+    /// Buffers are made when the weights are loaded, so that what the device has left is known before
+    /// pools are sized: `limits` must be those of then.
+    fn attach(&self, resources: &NodeResources<'_>, limits: &EngineLimits) -> Result<()> {
+        let own = &self.limits;
+        let fits =
+            limits.max_batch_tokens <= own.max_batch_tokens && limits.max_batch <= own.max_batch;
+        if !fits {
+            return Err(ResourceError::invalid(format!(
+                "the decoder was loaded for steps of {} tokens and {} requests, not {} and {}",
+                own.max_batch_tokens, own.max_batch, limits.max_batch_tokens, limits.max_batch
+            )));
+        }
+        self.handles
+            .set(Handles::find(resources)?)
+            .map_err(|_| ResourceError::wrong_state("the decoder already has its resources"))
+    }
+
+    fn forward(
+        &self,
+        ctx: &StepContext<'_>,
+        input: &StepInput<'_>,
+        out: &mut StepOutput,
+        _parallel: &dyn Parallel,
+    ) -> Result<()> {
+        out.clear();
+        input.check(self.config.vocab)?;
+        let handles = self.handles.get().ok_or_else(|| {
+            ResourceError::wrong_state("the decoder has no resources yet: attach them first")
+        })?;
+        let buffers = &mut *self.lock_buffers();
+        buffers.check_room(input.token_ids.len(), input.sample.len())?;
+        buffers.layout.lay_out(input)?;
+        if input.token_ids.is_empty() {
+            return Ok(());
+        }
+        let stream = &Stream::of_step(&self.context, ctx)?;
+        buffers.upload(stream, input.token_ids)?;
+        let pass = Pass { decoder: self, handles, ctx, stream };
+        pass.run_layers(input.token_ids.len(), buffers)?;
+        if input.sample.is_empty() {
+            return Ok(());
+        }
+        pass.compute_logits(input.sample.len(), buffers)?;
+        pass.sample(input, buffers, out)
+    }
+}
+
+/// One forward pass.
+struct Pass<'a> {
+    decoder: &'a CudaDecoder,
+    handles: &'a Handles,
+    ctx: &'a StepContext<'a>,
+    stream: &'a Stream,
+}
+
+impl Pass<'_> {
+    /// From `tokens` token ids to the hidden states of the sampled rows, in `buffers.sampled`.
+    fn run_layers(&self, tokens: usize, buffers: &mut Buffers) -> Result<()> {
+        let CudaDecoder { config, embed, layers, tools, .. } = self.decoder;
+        let (stream, shape) = (self.stream, [tokens, config.hidden]);
+        tools.ops.embed(
+            stream,
+            &buffers.token_ids.view(&[tokens])?,
+            &embed.view()?,
+            config.embedding_scale.unwrap_or(1.0),
+            &mut buffers.rows.hidden.view_mut(&shape)?,
+        )?;
+        let mut kv = Bound::new(&self.handles.kv, self.ctx);
+        let mut attention = Bound::new(&self.handles.attention, self.ctx);
+        for (index, layer) in layers.iter().enumerate() {
+            kv.set_default_layer_idx(index as u32);
+            attention.set_default_layer_idx(index as u32);
+            let is_last = index + 1 == layers.len();
+            layer.project_qkv(tools, config, stream, &mut buffers.rows, tokens)?;
+            for &group in &buffers.layout.groups {
+                kv.set_default_label(group.label);
+                attention.set_default_label(group.label);
+                // Past the last layer only what is sampled is read.
+                let attends = !(is_last && buffers.layout.sampled_rows.is_empty());
+                let attention = attends.then_some(&attention);
+                self.attend(&kv, attention, index as u32, group, &mut buffers.rows)?;
+            }
+            if !is_last {
+                layer.finish(tools, config, stream, &mut buffers.rows, tokens)?;
+            } else if !buffers.layout.sampled_rows.is_empty() {
+                let sampled = buffers.layout.sampled_rows.len();
+                self.keep_sampled_rows(tokens, buffers)?;
+                layer.finish(tools, config, stream, &mut buffers.sampled, sampled)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Turns queries and keys by their positions, writes keys and values to the cache, and attends.
+    fn attend(
+        &self,
+        kv: &Bound<'_, KvCacheHandle>,
+        attention: Option<&Bound<'_, AttentionHandle>>,
+        layer: u32,
+        group: Group,
+        rows: &mut buffers::Rows,
+    ) -> Result<()> {
+        let config = &self.decoder.config;
+        let (heads, kv_heads, dim) = (config.heads, config.kv_heads, config.head_dim);
+        let parts = [[heads, dim], [kv_heads, dim], [kv_heads, dim]];
+        let [mut q, mut k, v] = rows.qkv.parts_mut(group.first, group.tokens, parts)?;
+        self.handles.positions.apply_qk_layer(self.ctx, layer, group.label, &mut q, &mut k)?;
+        kv.write(&k.view(), &v.view(), None, None)?;
+        let Some(attention) = attention else { return Ok(()) };
+        let shape = [group.tokens, heads, dim];
+        let mut out = rows.attended.view_mut_at(group.first * config.q_width(), &shape)?;
+        attention.attend(&q.view(), &mut out, None, None)
+    }
+
+    /// Moves the rows that are sampled to where the end of the last layer reads them.
+    fn keep_sampled_rows(&self, tokens: usize, buffers: &mut Buffers) -> Result<()> {
+        let CudaDecoder { config, tools, .. } = self.decoder;
+        let sampled = buffers.layout.sampled_rows.len();
+        let rows = buffers.sampled_rows.view(&[sampled])?;
+        tools.ops.gather_rows(
+            self.stream,
+            &buffers.rows.hidden.view(&[tokens, config.hidden])?,
+            &rows,
+            &mut buffers.sampled.hidden.view_mut(&[sampled, config.hidden])?,
+        )?;
+        Ok(tools.ops.gather_rows(
+            self.stream,
+            &buffers.rows.attended.view(&[tokens, config.q_width()])?,
+            &rows,
+            &mut buffers.sampled.attended.view_mut(&[sampled, config.q_width()])?,
+        )?)
+    }
+
+    fn compute_logits(&self, rows: usize, buffers: &mut Buffers) -> Result<()> {
+        let CudaDecoder { config, embed, norm, head, tools, .. } = self.decoder;
+        let sampled = &mut buffers.sampled;
+        let shape = [rows, config.hidden];
+        let (hidden, weight) = (sampled.hidden.view(&shape)?, norm.view(&[config.hidden])?);
+        let mut normed = sampled.normed.view_mut(&shape)?;
+        tools.ops.rms_norm(self.stream, &hidden, &weight, config.rms_eps, &mut normed)?;
+        let head = head.as_ref().unwrap_or(embed).view()?;
+        let mut logits = buffers.logits.view_mut(&[rows, config.vocab])?;
+        tools.blas.matmul(self.stream, &normed.view(), &head, &mut logits, Into::Set)?;
+        if let Some(cap) = config.logit_softcap {
+            tools.ops.soft_cap(self.stream, &mut logits, cap)?;
+        }
+        Ok(())
+    }
+
+    fn sample(
+        &self,
+        input: &StepInput<'_>,
+        buffers: &mut Buffers,
+        out: &mut StepOutput,
+    ) -> Result<()> {
+        let vocab = self.decoder.config.vocab;
+        let sampler = &self.handles.sampler;
+        // First, since sampling may overwrite the logits. Rare, so that the row comes to the host.
+        for (row, &k) in input.top_logprobs.iter().enumerate() {
+            let (ids, logprobs) = out.push_top(vocab.min(k as usize));
+            if !ids.is_empty() {
+                let there = &mut buffers.logits_on_host;
+                self.stream.download(&buffers.logits, row * vocab, there, 0, vocab)?;
+                let row = TensorView::from_slice(there.as_slice()?, &[vocab]);
+                match sampler.top_logprobs(&row, ids, logprobs) {
+                    // A row that is no distribution fails its own request: `sample` says so.
+                    Err(e) if e.kind() == ErrorKind::INVALID => logprobs.fill(f32::NAN),
+                    done => done?,
+                }
+            }
+        }
+        let sampled = input.sample.iter().map(|&s| input.segments.request[s as usize]);
+        out.requests.extend(sampled);
+        out.sampled.resize(input.sample.len(), Default::default());
+        let mut logits = buffers.logits.view_mut(&[input.sample.len(), vocab])?;
+        sampler.sample(self.ctx, &out.requests, &mut logits, &mut out.sampled)
+    }
+}
