@@ -6,8 +6,6 @@ use std::io;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
-use device::Activations;
-
 use crate::error::{Error, ErrorKind, Result};
 
 /// Files up to this size are read whole.
@@ -18,14 +16,26 @@ const WHOLE: u64 = 4 << 20;
 const SAMPLES: u64 = 64;
 const SAMPLE: u64 = 64 << 10;
 
+/// How a model is computed, as far as keys and values depend on it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(u8)]
+pub enum Arithmetic {
+    /// On the CPU, activations in float32.
+    Float = 0,
+    /// On the CPU, activations rounded to 8 bits.
+    Int8 = 1,
+    /// On a CUDA device, weights and activations in bf16.
+    Cuda = 2,
+}
+
 /// A digest of the model's files and of how they are computed with. Does not depend on where the
 /// files lie.
 ///
 /// # Errors
 /// A file that cannot be read.
-pub fn identity(path: &Path, activations: Activations) -> Result<[u8; 32]> {
+pub fn identity(path: &Path, arithmetic: Arithmetic) -> Result<[u8; 32]> {
     let mut hash = blake3::Hasher::new_derive_key("engine-host checkpoint 1");
-    hash.update(&[matches!(activations, Activations::Int8) as u8]);
+    hash.update(&[arithmetic as u8]);
     for file in files(path).map_err(|e| unreadable(path, e))? {
         add(&mut hash, &file).map_err(|e| unreadable(&file, e))?;
     }
@@ -76,7 +86,7 @@ mod tests {
         let mut bytes: Vec<u8> = (0..(9u32 << 20)).map(|i| (i % 251) as u8).collect();
         let write = |name: &str, bytes: &[u8]| {
             std::fs::write(dir.path().join(name), bytes).unwrap();
-            identity(&dir.path().join(name), Activations::Float).unwrap()
+            identity(&dir.path().join(name), Arithmetic::Float).unwrap()
         };
         let first = write("a", &bytes);
         assert_eq!(write("b", &bytes), first);
@@ -85,7 +95,7 @@ mod tests {
         assert_ne!(changed, first);
         bytes.push(0);
         assert_ne!(write("d", &bytes), changed);
-        assert_ne!(identity(&dir.path().join("a"), Activations::Int8).unwrap(), first);
-        assert!(identity(&dir.path().join("none"), Activations::Float).is_err());
+        assert_ne!(identity(&dir.path().join("a"), Arithmetic::Int8).unwrap(), first);
+        assert!(identity(&dir.path().join("none"), Arithmetic::Float).is_err());
     }
 }

@@ -110,7 +110,7 @@ impl Engine {
             entry.resource().post_warmup_validate()?;
         }
         let step = SubmoduleStep::new(node_id, WalkId(prefill), own);
-        let runner = Runner::new(resources, 4);
+        let runner = Runner::new(resources, 4).with_stream(services.stream());
         Ok(Self {
             node,
             runner,

@@ -9,6 +9,7 @@
 pub mod bench;
 mod checkpoint;
 pub mod cli;
+pub mod compute;
 pub mod config;
 pub mod discovery;
 pub mod document;

@@ -107,6 +107,8 @@ pub struct Runner {
     slots: Slots,
     last_step: u64,
     epoch: u64,
+    /// Where device work of steps goes; 0 on the CPU.
+    stream: u64,
     spare_results: Vec<Vec<TypedRef<'static>>>,
 }
 
@@ -114,7 +116,15 @@ impl Runner {
     /// A runner with `slots` plan buffer sets; two are enough for one live and one staged step.
     pub fn new(resources: Arc<ResourceSet>, slots: usize) -> Self {
         let slots = Slots::new(slots.max(2));
-        Self { resources, slots, last_step: 0, epoch: 0, spare_results: Vec::new() }
+        Self { resources, slots, last_step: 0, epoch: 0, stream: 0, spare_results: Vec::new() }
+    }
+
+    /// The same, whose steps put their device work on this stream (the driver's handle), which must
+    /// outlive the resources.
+    #[must_use]
+    pub fn with_stream(mut self, stream: u64) -> Self {
+        self.stream = stream;
+        self
     }
 
     /// The resources.
@@ -286,7 +296,7 @@ impl Runner {
             lease,
             capture: false,
             is_preplan,
-            stream: 0,
+            stream: self.stream,
         })
     }
 

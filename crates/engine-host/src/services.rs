@@ -10,6 +10,7 @@ use device::{Parallel, Pool};
 use resource_api::host::{Job, ParallelBody, level};
 use resource_api::{Device, ErrorKind, HostServices, LabelId, NodeId, ResourceError, WalkId};
 
+use crate::compute::Compute;
 use crate::names::Names;
 
 /// The services of one engine.
@@ -22,12 +23,19 @@ pub struct Services {
     pub walks: Names,
     /// Nodes.
     pub nodes: Names,
-    budget: u64,
-    reserved: AtomicU64,
+    budget: Budget,
+    /// The device that steps run on, where that is not the CPU.
+    compute: Option<(Arc<Compute>, Budget)>,
     cpu_features: String,
     completed_epoch: AtomicU64,
     metrics: Mutex<BTreeMap<String, Metric>>,
     threads: Mutex<Vec<JoinHandle<()>>>,
+}
+
+/// Memory for resources, and how much of it is taken.
+struct Budget {
+    bytes: u64,
+    reserved: AtomicU64,
 }
 
 /// One metric of a resource.
@@ -42,14 +50,23 @@ pub enum Metric {
 impl Services {
     /// Services with `threads` threads (the calling one included) and `budget` bytes for resources.
     pub fn new(threads: usize, budget: u64) -> Arc<Self> {
+        Self::on_device(threads, budget, None)
+    }
+
+    /// As [`Services::new`], with a device and the bytes of its memory for resources.
+    pub fn on_device(
+        threads: usize,
+        budget: u64,
+        compute: Option<(Arc<Compute>, u64)>,
+    ) -> Arc<Self> {
         Arc::new(Self {
             pool: Pool::new(threads),
             started: Instant::now(),
             labels: Names::with(["main"]),
             walks: Names::default(),
             nodes: Names::default(),
-            budget,
-            reserved: AtomicU64::new(0),
+            budget: Budget::new(budget),
+            compute: compute.map(|(compute, bytes)| (compute, Budget::new(bytes))),
             cpu_features: device::CpuFeatures::current().name().to_string(),
             completed_epoch: AtomicU64::new(0),
             metrics: Mutex::default(),
@@ -62,9 +79,21 @@ impl Services {
         &self.pool
     }
 
-    /// Says that all device work up to `epoch` has completed.
+    /// Says that the work of steps up to `epoch` is done, or, with a device, given to its stream.
     pub fn complete_epoch(&self, epoch: u64) {
-        self.completed_epoch.fetch_max(epoch, Ordering::Release);
+        let Some((compute, _)) = &self.compute else {
+            self.completed_epoch.fetch_max(epoch, Ordering::Release);
+            return;
+        };
+        // Without the mark the epoch completes with the next one that gets one.
+        if let Err(e) = compute.end_epoch(epoch) {
+            tracing::error!("epoch {epoch} cannot be marked on {}: {e}", compute.device());
+        }
+    }
+
+    /// The handle of the stream that device work of steps is put on; 0 on the CPU.
+    pub fn stream(&self) -> u64 {
+        self.compute.as_ref().map_or(0, |(compute, _)| compute.stream().handle())
     }
 
     /// All metrics, by `resource.name`.
@@ -81,11 +110,42 @@ impl Services {
         }
     }
 
+    /// The budget of a device that this engine uses.
+    fn budget_of(&self, device: Device) -> Option<&Budget> {
+        match &self.compute {
+            _ if device.is_cpu() => Some(&self.budget),
+            Some((compute, budget)) if compute.device() == device => Some(budget),
+            _ => None,
+        }
+    }
+
     fn update(&self, resource: &str, name: &str, f: impl FnOnce(Option<Metric>) -> Metric) {
         let mut metrics = lock(&self.metrics);
         let key = format!("{resource}.{name}");
         let new = f(metrics.get(&key).copied());
         metrics.insert(key, new);
+    }
+}
+
+impl Budget {
+    fn new(bytes: u64) -> Self {
+        Self { bytes, reserved: AtomicU64::new(0) }
+    }
+
+    fn free(&self) -> u64 {
+        self.bytes.saturating_sub(self.reserved.load(Ordering::Acquire))
+    }
+
+    /// The error is what there is left.
+    fn take(&self, bytes: u64) -> Result<(), u64> {
+        let more = |reserved: u64| reserved.checked_add(bytes).filter(|&sum| sum <= self.bytes);
+        let taken = self.reserved.fetch_update(Ordering::AcqRel, Ordering::Acquire, more);
+        taken.map(|_| ()).map_err(|reserved| self.bytes.saturating_sub(reserved))
+    }
+
+    fn give_back(&self, bytes: u64) {
+        let less = |reserved: u64| Some(reserved.saturating_sub(bytes));
+        let _ = self.reserved.fetch_update(Ordering::AcqRel, Ordering::Acquire, less);
     }
 }
 
@@ -141,30 +201,31 @@ impl HostServices for Services {
     }
 
     fn completed_epoch(&self) -> u64 {
-        self.completed_epoch.load(Ordering::Acquire)
+        match &self.compute {
+            Some((compute, _)) => compute.completed(),
+            None => self.completed_epoch.load(Ordering::Acquire),
+        }
     }
 
     fn reserve_memory(&self, device: Device, bytes: u64) -> resource_api::Result<()> {
-        let taken = self.reserved.fetch_update(Ordering::AcqRel, Ordering::Acquire, |reserved| {
-            reserved.checked_add(bytes).filter(|&sum| sum <= self.budget)
-        });
-        let Err(reserved) = taken else { return Ok(()) };
-        let free = self.budget.saturating_sub(reserved);
-        let message = format!(
-            "{bytes} bytes on {device} are asked for, {free} of the engine's {} are left: ask for \
-             fewer pages or a smaller share of memory",
-            self.budget
-        );
-        Err(ResourceError::new(ErrorKind::EXHAUSTED, message).with_amounts(bytes, free))
+        self.budget_of(device).map_or(Err(0), |budget| budget.take(bytes)).map_err(|free| {
+            let message = format!(
+                "{bytes} bytes on {device} are asked for, {free} of the engine's {} are left: ask for \
+                 fewer pages or a smaller share of memory",
+                self.budget_of(device).map_or(0, |budget| budget.bytes)
+            );
+            ResourceError::new(ErrorKind::EXHAUSTED, message).with_amounts(bytes, free)
+        })
     }
 
-    fn release_memory(&self, _device: Device, bytes: u64) {
-        let give_back = |reserved: u64| Some(reserved.saturating_sub(bytes));
-        let _ = self.reserved.fetch_update(Ordering::AcqRel, Ordering::Acquire, give_back);
+    fn release_memory(&self, device: Device, bytes: u64) {
+        if let Some(budget) = self.budget_of(device) {
+            budget.give_back(bytes);
+        }
     }
 
-    fn free_memory(&self, _device: Device) -> u64 {
-        self.budget.saturating_sub(self.reserved.load(Ordering::Acquire))
+    fn free_memory(&self, device: Device) -> u64 {
+        self.budget_of(device).map_or(0, Budget::free)
     }
 
     fn cpu_features(&self) -> String {
@@ -180,7 +241,7 @@ impl HostServices for Services {
 
 impl std::fmt::Debug for Services {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "Services({} threads, {} bytes)", self.pool.threads(), self.budget)
+        write!(f, "Services({} threads, {} bytes)", self.pool.threads(), self.budget.bytes)
     }
 }
 
@@ -201,6 +262,9 @@ mod tests {
         assert!(services.reserve_memory(Device::CPU, u64::MAX).is_err());
         services.release_memory(Device::CPU, 60);
         assert_eq!(services.free_memory(Device::CPU), 100);
+        let elsewhere = Device::cuda(0);
+        assert_eq!(services.free_memory(elsewhere), 0);
+        assert!(services.reserve_memory(elsewhere, 1).is_err());
     }
 
     #[test]

@@ -6,11 +6,12 @@ use std::path::Path;
 use std::sync::Arc;
 
 use device::{Activations, PackOptions};
-use model::{Decoder, ModelPackage, Node};
+use model::{CudaDecoder, Decoder, ModelConfig, ModelPackage, Node};
 use resource_api::{DType, Device, EngineLimits, NodeResourceSpec};
 use serde_json::{Map, Value};
 
-use crate::checkpoint;
+use crate::checkpoint::{self, Arithmetic};
+use crate::compute::Compute;
 use crate::config::{self, Config, ResourceConfig};
 use crate::discovery::{self, Discovery};
 use crate::document::{Problem, Problems};
@@ -58,6 +59,26 @@ pub fn load(config: &Config, progress: Progress<'_>) -> Result<Loaded> {
     load_with(config, &mut registry, &discovery, progress)
 }
 
+/// As [`load`], with random weights in the shape of a well-known model
+/// ([`ModelConfig::PRESETS`]) on a CUDA device. Tokenizer and template are those of the configured
+/// model, and what is generated means nothing: for measurements.
+///
+/// # Errors
+/// As for [`load`]; an unknown name; a configuration for the CPU.
+pub fn load_random(config: &Config, name: &str) -> Result<Loaded> {
+    let Some(numbers) = ModelConfig::preset(name) else {
+        let hint = suggest::did_you_mean(name, ModelConfig::PRESETS);
+        let known = ModelConfig::PRESETS.join(", ");
+        return Err(Error::usage(format!(
+            "there are no random weights {name:?}{hint} (there are: {known})"
+        )));
+    };
+    let discovery = discover(config)?;
+    let wanted: Vec<&str> = config.resources.values().map(|r| r.kind.as_str()).collect();
+    let mut registry = Registry::load(&discovery, Some(&wanted));
+    build(config, &mut registry, &discovery, &mut |_, _| (), Some(numbers))
+}
+
 /// Like [`load`], with kinds of a registry: static engines and tests.
 ///
 /// # Errors
@@ -68,54 +89,101 @@ pub fn load_with(
     discovery: &Discovery,
     progress: Progress<'_>,
 ) -> Result<Loaded> {
+    build(config, registry, discovery, progress, None)
+}
+
+/// With `random`, weights of this shape take the place of the model's.
+fn build(
+    config: &Config,
+    registry: &mut Registry,
+    discovery: &Discovery,
+    progress: Progress<'_>,
+    random: Option<ModelConfig>,
+) -> Result<Loaded> {
     check_kinds(config, registry, discovery)?;
-    if let config::Device::Cuda { .. } = config.engine.device {
-        return Err(Error::new(
-            ErrorKind::Unsupported,
-            format!(
-                "{}: device = \"{}\": this build runs on \"cpu\"",
-                config.file, config.engine.device
-            ),
-        ));
-    }
     if let Some(level) = &config.engine.cpu_features {
         device::set_cpu_features(level).map_err(|e| Error::usage(e.to_string()))?;
     }
-    let model = open_model(&config.model.path)?;
+    let compute = match config.engine.device {
+        config::Device::Cpu => None,
+        config::Device::Cuda { ordinal } => Some(
+            Compute::open(ordinal)
+                .map_err(|e| Error::new(e.kind(), format!("{}: {e}", config.file)))?,
+        ),
+    };
+    let mut model = open_model(&config.model.path)?;
+    let is_random = random.is_some();
+    model.config = random.unwrap_or(model.config);
     let max_model_len = max_model_len(config, &model)?;
     let limits = EngineLimits {
         max_batch: config.engine.max_batch as u32,
         max_batch_tokens: config.engine.max_batch_tokens as u32,
         max_model_len,
     };
-    // The pool is made twice over: loading needs it before the budget is known.
-    let loading = device::Pool::new(config.engine.threads);
-    let activations = match config.engine.activations {
-        config::Activations::Float => Activations::Float,
-        config::Activations::Int8 => Activations::Int8,
+    let (node, arithmetic) = match (is_random, &compute) {
+        (false, _) => load_node(config, &model, compute.as_ref(), &limits, progress)?,
+        (true, None) => return Err(Error::usage("random weights need device = \"cuda:N\"")),
+        (true, Some(compute)) => {
+            let decoder = CudaDecoder::random(&model.config, compute.context(), &limits);
+            let decoder = decoder.map_err(of_model(&config.model.path))?;
+            (Box::new(decoder) as Box<dyn Node>, Arithmetic::Cuda)
+        }
     };
-    let options = PackOptions { activations, ..PackOptions::default() };
-    let decoder = Decoder::load(&model.config, &model.weights, options, &loading, progress)
-        .map_err(of_model(&config.model.path))?;
-    drop(loading);
     let budget = (free_bytes() as f64 * POOL_SHARE) as u64;
-    let services = Services::new(config.engine.threads, budget);
+    let compute = match compute {
+        None => None,
+        Some(compute) => {
+            let free = compute.context().free_memory().map_err(|e| compute.failed(&e))?;
+            Some((compute, (free as f64 * POOL_SHARE) as u64))
+        }
+    };
+    let device = compute.as_ref().map_or(Device::CPU, |(compute, _)| compute.device());
+    let services = Services::on_device(config.engine.threads, budget, compute);
     let info = BuildInfo {
-        device: Device::CPU,
+        device,
         kv_dtype: DType::parse(config.engine.kv_dtype.name()).unwrap_or(DType::BF16),
         needs_remote_transfer: false,
         limits,
     };
-    let wanted = specs(config, &decoder)?;
+    let wanted = specs(config, &*node)?;
     check_settings(config, registry, &wanted)?;
     let resources = Arc::new(ResourceSet::build(registry, wanted, &info, services.clone())?);
     let facts = ModelFacts {
         eos: model.tokenizer.eos_ids().to_vec(),
         vocab: model.config.vocab,
-        identity: checkpoint::identity(&config.model.path, options.activations)?,
+        identity: match is_random {
+            true => *blake3::hash(b"random weights").as_bytes(),
+            false => checkpoint::identity(&config.model.path, arithmetic)?,
+        },
     };
-    let engine = Engine::new(Box::new(decoder), resources, services, facts, limits)?;
+    let engine = Engine::new(node, resources, services, facts, limits)?;
     Ok(Loaded { engine, model })
+}
+
+/// Puts the model where it is computed.
+fn load_node(
+    config: &Config,
+    model: &ModelPackage,
+    compute: Option<&Arc<Compute>>,
+    limits: &EngineLimits,
+    progress: Progress<'_>,
+) -> Result<(Box<dyn Node>, Arithmetic)> {
+    // The pool is made twice over: loading needs it before the budget is known.
+    let pool = device::Pool::new(config.engine.threads);
+    let (numbers, weights) = (&model.config, &model.weights);
+    let failed = of_model(&config.model.path);
+    if let Some(compute) = compute {
+        let context = compute.context();
+        let decoder = CudaDecoder::load(numbers, weights, context, limits, &pool, progress);
+        return Ok((Box::new(decoder.map_err(failed)?), Arithmetic::Cuda));
+    }
+    let (activations, arithmetic) = match config.engine.activations {
+        config::Activations::Float => (Activations::Float, Arithmetic::Float),
+        config::Activations::Int8 => (Activations::Int8, Arithmetic::Int8),
+    };
+    let options = PackOptions { activations, ..PackOptions::default() };
+    let decoder = Decoder::load(numbers, weights, options, &pool, progress);
+    Ok((Box::new(decoder.map_err(failed)?), arithmetic))
 }
 
 /// Opens a model without running it.

@@ -36,6 +36,9 @@ pub struct ModelArgs {
     /// Timed runs of each figure, after one that does not count; medians are reported
     #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..))]
     runs: u32,
+    /// Random weights in the shape of a well-known model, on a CUDA device: llama-3.1-8b, qwen3-0.6b
+    #[arg(long, value_name = "MODEL")]
+    random_weights: Option<String>,
 }
 
 #[derive(Clone, Copy)]
@@ -82,7 +85,10 @@ pub fn run(args: &ModelArgs) -> Result<()> {
         // One model at a time: the peak of memory must be that of one.
         drop(loaded.take());
         let start = Instant::now();
-        loaded = Some(setup::load(&config, &mut |_, _| ())?);
+        loaded = Some(match &args.random_weights {
+            None => setup::load(&config, &mut |_, _| ())?,
+            Some(name) => setup::load_random(&config, name)?,
+        });
         load_ms.push(start.elapsed().as_secs_f64() * 1e3);
     }
     let Some(loaded) = loaded else { return Ok(()) };
@@ -101,7 +107,7 @@ pub fn run(args: &ModelArgs) -> Result<()> {
     if args.json {
         let decode: Map<String, Value> =
             decode.iter().map(|(shape, rates)| (shape.key(), rates.json())).collect();
-        let mut result = about(&config);
+        let mut result = about(args, &config);
         result["runs"] = json!(args.runs);
         result["load_ms"] = load.json();
         result["prefill_512"] = prefill.json();
@@ -110,11 +116,12 @@ pub fn run(args: &ModelArgs) -> Result<()> {
         say!("{result}");
         return Ok(());
     }
-    let about = about(&config);
+    let about = about(args, &config);
     let text = |key: &str| about[key].as_str().unwrap_or_default().to_owned();
     say!(
-        "{}: {} threads, {}, {} activations, {} cache; medians of {}",
+        "{} on {}: {} threads, {}, {} activations, {} cache; medians of {}",
         text("model"),
+        text("device"),
         about["threads"],
         text("cpu_features"),
         text("activations"),
@@ -132,13 +139,18 @@ pub fn run(args: &ModelArgs) -> Result<()> {
     Ok(())
 }
 
-fn about(config: &Config) -> Value {
+fn about(args: &ModelArgs, config: &Config) -> Value {
     let activations = Activations::NAMES.iter().find(|(_, a)| *a == config.engine.activations);
-    let model = config.model.path.file_name().unwrap_or(config.model.path.as_os_str());
+    let file = config.model.path.file_name().unwrap_or(config.model.path.as_os_str());
+    let model = match &args.random_weights {
+        None => file.to_string_lossy().into_owned(),
+        Some(name) => format!("{name} (random weights)"),
+    };
     json!({
         "what": "model",
         "version": env!("CARGO_PKG_VERSION"),
-        "model": model.to_string_lossy(),
+        "model": model,
+        "device": config.engine.device.to_string(),
         "threads": config.engine.threads,
         "cpu_features": CpuFeatures::current().name(),
         "activations": activations.map(|(name, _)| name),
