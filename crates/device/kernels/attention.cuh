@@ -55,12 +55,12 @@ struct AttentionArgs {
     u32 group;               // query heads per key/value head, 1..=16
     u32 page_size;           // slots per page, any; a multiple of 16 is fast
     u32 table_stride;        // entries per seat
-    u32 window;              // 0: none. Otherwise a query at position p sees positions above p - window only
+    u32 window;              // 0: none. Otherwise (causal only) a query at position p sees positions above p - window
     u32 causal;              // 1: a query at position p sees positions up to p. 0: it sees the whole stream
     u32 min_span;            // attention_prefill: rows of a smaller span are skipped
     u32 chunk;               // attention_decode: 0, or tokens per part of a stream (a multiple of 16) when results
                              //   may depend on nothing but the row: "batch invariant"
-    float scale;             // logits are q.k * scale
+    float scale;             // logits are q.k * scale; above 0
     float softcap;           // 0: none. Otherwise logits become softcap * tanh(logit / softcap)
     float k_scale;           // KV_E4M3: key = stored * k_scale, value = stored * v_scale. Otherwise 1
     float v_scale;
