@@ -3,8 +3,8 @@
 use resource_api::{ResourceError, Result, Sampled};
 
 use crate::params::SamplingParams;
-use crate::philox::uniform;
-use crate::row::{Best, Weights, log_sum};
+use crate::philox::random_bits;
+use crate::row::{Best, UNITS, Weights, log_sum, share, units};
 use crate::seen::Seen;
 use crate::truncate::{Candidate, above, best_k, by_rank, keep_mass, mass, weigh};
 
@@ -74,41 +74,42 @@ fn choose(row: &[f32], draw: &Draw<'_>, scratch: &mut Scratch) -> Option<u32> {
     if temperature == 0.0 || top_k == 1 {
         return Some(best.token);
     }
-    let share = uniform(seed, choice, draw.position);
+    let bits = random_bits(seed, choice, draw.position);
     let Scratch { weights, candidates, values, keys, .. } = scratch;
     if top_k == 0 && top_p == 1.0 && min_p == 0.0 {
         weights.compute(row, best.logit, temperature);
-        return weights.token_at(row, share);
+        return weights.token_at(row, bits);
     }
 
-    let wanted = if top_k > 0 {
+    let whole = if top_k > 0 {
         best_k(row, top_k as usize, candidates);
         candidates.sort_unstable_by_key(|c| c.token);
         weigh(candidates, best.logit, temperature, values);
-        f64::from(top_p) * mass(candidates)
+        mass(candidates)
     } else if top_p < 1.0 {
         weights.compute(row, best.logit, temperature);
-        // All tokens below this weight together are less than what top-p leaves out.
-        let rest = (1.0 - f64::from(top_p)) * weights.total() / row.len() as f64;
+        // All tokens up to this weight together are no more than what top-p leaves out.
+        let rest = (1.0 - f64::from(top_p)) * (weights.total() as f64 / UNITS) / row.len() as f64;
         above(row, bound(best.logit, temperature, rest), candidates);
         weigh(candidates, best.logit, temperature, values);
-        f64::from(top_p) * weights.total()
+        candidates.retain(|c| f64::from(c.weight) > rest);
+        weights.total()
     } else {
         above(row, bound(best.logit, temperature, f64::from(min_p)), candidates);
         weigh(candidates, best.logit, temperature, values);
-        0.0
+        0
     };
     if top_p < 1.0 {
-        keep_mass(candidates, wanted, keys);
+        keep_mass(candidates, (f64::from(top_p) * whole as f64).ceil() as u64, keys);
     }
     candidates.retain(|c| c.weight > 0.0 && c.weight >= min_p);
-    let target = share * mass(candidates);
-    let mut running = 0.0;
+    let target = share(bits, mass(candidates));
+    let mut running = 0;
     let passed = candidates.iter().find(|c| {
-        running += f64::from(c.weight);
+        running += units(c.weight);
         running > target
     });
-    passed.or(candidates.last()).map(|c| c.token)
+    passed.map(|c| c.token)
 }
 
 /// A logit safely below those of weight `weight`, so that rounding loses none.

@@ -9,6 +9,9 @@
 //! far) and of nothing else, and a row is computed by itself in a fixed order. So neither the place
 //! in the batch, nor the other requests in it, nor the number of threads can change a token.
 //!
+//! Weights are float32 and their sums whole numbers, which do not depend on an order. That is how a CUDA
+//! device draws the same token from the same logits.
+//!
 //! What was sampled stays sampled: a request that is reset (preempted, to be run again from its
 //! prompt and its output) goes on in its sequence of random numbers.
 
@@ -26,6 +29,6 @@ mod spec;
 mod truncate;
 
 pub use params::SamplingParams;
-pub use philox::{philox4x32, uniform};
+pub use philox::{philox4x32, random_bits};
 pub use resource::Sampler;
 pub use spec::SamplerSpec;

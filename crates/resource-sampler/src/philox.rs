@@ -20,13 +20,12 @@ pub fn philox4x32(mut counter: [u32; 4], mut key: [u32; 2]) -> [u32; 4] {
     counter
 }
 
-/// The random number in [0, 1) for the token at `position` of answer `choice` under `seed`, with 53
-/// random bits.
-pub fn uniform(seed: u64, choice: u32, position: u32) -> f64 {
+/// The random number for the token at `position` of answer `choice` under `seed`: 53 bits, to be taken
+/// as a fraction in [0, 1).
+pub fn random_bits(seed: u64, choice: u32, position: u32) -> u64 {
     let key = [seed as u32, (seed >> 32) as u32];
     let [a, b, ..] = philox4x32([position, 0, choice, 0], key);
-    let bits = (u64::from(a) << 32 | u64::from(b)) >> 11;
-    bits as f64 / (1u64 << 53) as f64
+    (u64::from(a) << 32 | u64::from(b)) >> 11
 }
 
 #[cfg(test)]
@@ -49,11 +48,11 @@ mod tests {
 
     #[test]
     fn every_part_of_the_key_matters() {
-        let base = uniform(1, 2, 3);
-        for other in [uniform(1 << 32, 2, 3), uniform(1, 3, 3), uniform(1, 2, 4), uniform(3, 2, 1)]
-        {
-            assert_ne!(base, other);
+        let base = random_bits(1, 2, 3);
+        let others = [(1 << 32, 2, 3), (1, 3, 3), (1, 2, 4), (3, 2, 1)];
+        for (seed, choice, position) in others {
+            assert_ne!(base, random_bits(seed, choice, position));
         }
-        assert!((0..1000).all(|i| (0.0..1.0).contains(&uniform(7, 0, i))));
+        assert!((0..1000).all(|i| random_bits(7, 0, i) < 1 << 53));
     }
 }

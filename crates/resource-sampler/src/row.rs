@@ -2,9 +2,24 @@
 
 use device::ops;
 
-/// Elements whose weights are computed together. A row's weights are not kept: to find a token, its
-/// block is computed once more.
+/// Elements whose weights are computed together and summed in float32. A row's weights are not kept: to
+/// find a token, its block is computed once more.
 const BLOCK: usize = 256;
+
+/// What weights and their sums are counted in, to the weight of the best token. Sums of whole numbers do
+/// not depend on their order, so that a device which adds in another one draws the same token. A row
+/// of 2^24 entries fits.
+pub const UNITS: f64 = (1u64 << 40) as f64;
+
+/// A weight in units.
+pub fn units(weight: f32) -> u64 {
+    (f64::from(weight) * UNITS) as u64
+}
+
+/// The share of `total` that 53 random bits ask for, rounded down: always less than `total`.
+pub fn share(bits: u64, total: u64) -> u64 {
+    ((u128::from(bits) * u128::from(total)) >> 53) as u64
+}
 
 /// The greatest entry of a row.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -27,62 +42,58 @@ impl Best {
 /// Weights `e^((logit - best) / temperature)` of a row, as sums over its blocks.
 #[derive(Debug, Default)]
 pub struct Weights {
-    sums: Vec<f64>,
+    /// In units.
+    sums: Vec<u64>,
+    total: u64,
+    is_number: bool,
     temperature: f32,
     best: f32,
 }
 
 impl Weights {
-    /// Computes the sums. NaN in the row becomes NaN in the total.
+    /// Computes the sums.
     pub fn compute(&mut self, row: &[f32], best: f32, temperature: f32) {
         (self.best, self.temperature) = (best, temperature);
+        (self.total, self.is_number) = (0, true);
         self.sums.clear();
         let mut block = [0.0; BLOCK];
         for part in row.chunks(BLOCK) {
-            let (scale, sum) = self.block(part, &mut block);
-            self.sums.push(scale * f64::from(sum));
+            let sum = self.block(part, &mut block);
+            self.is_number &= !sum.is_nan();
+            self.sums.push(units(sum));
+            self.total += units(sum);
         }
     }
 
-    /// Sum of all weights; the best token alone has 1.
-    pub fn total(&self) -> f64 {
-        self.sums.iter().sum()
+    /// Sum of all weights in units; the best token alone has [`UNITS`].
+    pub fn total(&self) -> u64 {
+        self.total
     }
 
-    /// Weights of a block as a common factor and float32 values; and the sum of those.
-    fn block(&self, part: &[f32], values: &mut [f32; BLOCK]) -> (f64, f32) {
-        let values = &mut values[..part.len()];
-        for (value, logit) in values.iter_mut().zip(part) {
-            // Dividing, since 1 / t of the smallest temperatures is infinite.
-            *value = (logit - self.best) / self.temperature;
-        }
-        let (greatest, sum) = ops::exponentials(values);
-        match greatest == f32::NEG_INFINITY {
-            true => (0.0, sum),
-            false => (f64::from(greatest).exp(), sum),
-        }
+    /// Weights of a block, and their sum.
+    fn block(&self, part: &[f32], weights: &mut [f32; BLOCK]) -> f32 {
+        let weights = &mut weights[..part.len()];
+        weigh(part.iter().copied(), self.best, self.temperature, weights)
     }
 
-    /// The token at which the running sum over tokens by id passes `share` of the total.
-    pub fn token_at(&self, row: &[f32], share: f64) -> Option<u32> {
-        let target = share * self.total();
-        let (mut running, mut below, mut found) = (0.0, 0.0, None);
-        for (i, &sum) in self.sums.iter().enumerate().filter(|(_, sum)| **sum > 0.0) {
-            (below, found) = (running, Some(i));
-            running += sum;
-            if running > target {
-                break;
-            }
-        }
-        let first = found? * BLOCK;
+    /// The token at which the running sum over tokens by id passes the share of the total that `bits`
+    /// ask for.
+    pub fn token_at(&self, row: &[f32], bits: u64) -> Option<u32> {
+        let target = share(bits, self.total);
+        let mut below = 0;
+        let block = self.sums.iter().position(|&sum| {
+            let passes = below + sum > target;
+            below += if passes { 0 } else { sum };
+            passes
+        })?;
+        let first = block * BLOCK;
         let part = &row[first..row.len().min(first + BLOCK)];
-        let mut values = [0.0; BLOCK];
-        let (scale, _) = self.block(part, &mut values);
+        let mut weights = [0.0; BLOCK];
+        self.block(part, &mut weights);
         let mut last = None;
-        for (token, &value) in (first as u32..).zip(&values[..part.len()]) {
-            let weight = scale * f64::from(value);
+        for (token, &weight) in (first as u32..).zip(&weights[..part.len()]) {
             if weight > 0.0 {
-                below += weight;
+                below += units(weight);
                 last = Some(token);
                 if below > target {
                     break;
@@ -94,9 +105,23 @@ impl Weights {
     }
 }
 
+/// Computes the weights of logits, as many as `weights` has room for; their sum in float32.
+pub fn weigh(
+    logits: impl Iterator<Item = f32>,
+    best: f32,
+    temperature: f32,
+    weights: &mut [f32],
+) -> f32 {
+    // The reciprocal of the smallest temperatures is infinite.
+    let scale = (1.0 / temperature).min(f32::MAX);
+    for (weight, logit) in weights.iter_mut().zip(logits) {
+        *weight = (logit - best) * scale;
+    }
+    ops::exp(weights)
+}
+
 /// Log of the sum of `e^(logit - best)` over a row, in float64; `None` when the row holds NaN.
 pub fn log_sum(weights: &mut Weights, row: &[f32], best: Best) -> Option<f64> {
     weights.compute(row, best.logit, 1.0);
-    let total = weights.total();
-    (!total.is_nan()).then(|| total.ln())
+    weights.is_number.then(|| (weights.total() as f64 / UNITS).ln())
 }

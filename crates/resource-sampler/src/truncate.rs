@@ -2,7 +2,7 @@
 
 use std::cmp::Ordering;
 
-use device::ops;
+use crate::row::{self, units};
 
 /// A token that may be drawn.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -72,32 +72,31 @@ pub fn above(row: &[f32], bound: f32, kept: &mut Vec<Candidate>) {
     });
 }
 
-/// Computes the weights of candidates, the best token being one of them.
-pub fn weigh(kept: &mut [Candidate], best: f32, temperature: f32, values: &mut Vec<f32>) {
-    values.clear();
-    // Dividing, since 1 / t of the smallest temperatures is infinite.
-    values.extend(kept.iter().map(|c| (c.logit - best) / temperature));
-    ops::exponentials(values);
-    kept.iter_mut().zip(values).for_each(|(c, &mut weight)| c.weight = weight);
+/// Computes the weights of candidates.
+pub fn weigh(kept: &mut [Candidate], best: f32, temperature: f32, weights: &mut Vec<f32>) {
+    weights.clear();
+    weights.resize(kept.len(), 0.0);
+    row::weigh(kept.iter().map(|c| c.logit), best, temperature, weights);
+    kept.iter_mut().zip(weights).for_each(|(c, &mut weight)| c.weight = weight);
 }
 
-/// Sum of the weights.
-pub fn mass(kept: &[Candidate]) -> f64 {
-    kept.iter().map(|c| f64::from(c.weight)).sum()
+/// Sum of the weights, in units.
+pub fn mass(kept: &[Candidate]) -> u64 {
+    kept.iter().map(|c| units(c.weight)).sum()
 }
 
-/// Keeps the fewest of the best candidates whose weights together reach `wanted`, at least one. The
+/// Keeps the fewest of the best candidates whose weights together reach `wanted` units, at least one. The
 /// candidates come and stay in the order of their ids.
-pub fn keep_mass(kept: &mut Vec<Candidate>, wanted: f64, keys: &mut Vec<u64>) {
+pub fn keep_mass(kept: &mut Vec<Candidate>, wanted: u64, keys: &mut Vec<u64>) {
     keys.clear();
     keys.extend(kept.iter().map(key));
     let best_first = |a: &u64, b: &u64| b.cmp(a);
     // Everything before `low` stays and weighs `held`; everything from `high` on goes.
-    let (mut low, mut high, mut held) = (0, keys.len(), 0.0);
+    let (mut low, mut high, mut held) = (0, keys.len(), 0);
     while high - low > 32 {
         let half = (high - low) / 2;
         keys[low..high].select_nth_unstable_by(half, best_first);
-        let upper = held + keys[low..low + half].iter().map(weight).sum::<f64>();
+        let upper = held + keys[low..low + half].iter().map(weight).sum::<u64>();
         if upper >= wanted {
             high = low + half;
         } else {
@@ -133,6 +132,6 @@ fn key(candidate: &Candidate) -> u64 {
     u64::from(ordered) << 32 | u64::from(candidate.weight.to_bits())
 }
 
-fn weight(key: &u64) -> f64 {
-    f64::from(f32::from_bits(*key as u32))
+fn weight(key: &u64) -> u64 {
+    units(f32::from_bits(*key as u32))
 }

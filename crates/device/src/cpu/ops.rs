@@ -15,7 +15,7 @@ mod softmax;
 pub use self::elementwise::{add_in_place, gelu_tanh_mul, scale, silu_mul, soft_cap};
 pub use self::norm::rms_norm;
 pub use self::rope::{RopeLayout, rope};
-pub use self::softmax::{argmax, exponentials, softmax};
+pub use self::softmax::{argmax, exp, exponentials, softmax};
 #[cfg(doc)]
 use crate::CpuFeatures;
 use crate::cpu::simd::{LANES, Simd};

@@ -26,6 +26,12 @@ pub fn exponentials(x: &mut [f32]) -> (f32, f32) {
     dispatch(CpuFeatures::current(), Exponentials { x })
 }
 
+/// `x = e^x`; returns the sum of the results: lane by lane of 16, then halves of lanes added to halves,
+/// whatever the CPU. A result too small for float32 is 0, one too large infinite, and NaN stays NaN.
+pub fn exp(x: &mut [f32]) -> f32 {
+    dispatch(CpuFeatures::current(), Exp { x })
+}
+
 /// The index of the greatest element, the first of equals. NaN is never the greatest; `None` when
 /// there is no other element.
 pub fn argmax(x: &[f32]) -> Option<usize> {
@@ -60,6 +66,25 @@ impl Kernel for Max<'_> {
             greatest = greatest.max(lane);
         }
         greatest
+    }
+}
+
+struct Exp<'a> {
+    x: &'a mut [f32],
+}
+
+impl Kernel for Exp<'_> {
+    type Output = f32;
+
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) -> f32 {
+        let mut sums = s.splat(0.0);
+        for x in self.x.chunks_mut(LANES) {
+            let e = math::exp(s, load_filled(s, x, f32::NEG_INFINITY));
+            sums = s.add(sums, e);
+            store_some(s, e, x);
+        }
+        s.sum(sums)
     }
 }
 

@@ -115,6 +115,22 @@ fn distributions() {
 }
 
 #[test]
+fn powers_of_e() {
+    at_every_level(|| {
+        for n in LENGTHS {
+            let mut x = values(n, 9, 80.0);
+            x[n / 2] = f32::NEG_INFINITY;
+            let e: Vec<f64> = x.iter().map(|&x| f64::from(x).exp()).collect();
+            let sum = exp(&mut x);
+            assert_near(&x, e.iter().copied(), 3e-7, 1e-44);
+            assert_near(&[sum], [e.iter().sum()], 3e-6, 0.0);
+        }
+        assert!(exp(&mut [0.0, f32::NAN]).is_nan());
+        assert_eq!(exp(&mut []), 0.0);
+    });
+}
+
+#[test]
 fn distributions_of_odd_values() {
     at_every_level(|| {
         for n in LENGTHS {
