@@ -16,7 +16,8 @@ macro_rules! sources {
 }
 
 /// Files that others include, by the name they are included by.
-pub(super) const HEADERS: &[(&str, &str)] = sources!["attention.cuh", "types.cuh"];
+pub(super) const HEADERS: &[(&str, &str)] =
+    sources!["attention.cuh", "rope.cuh", "sample.cuh", "sample_pick.cuh", "types.cuh"];
 
 /// Files with kernels.
 const SOURCES: &[(&str, &str)] = sources![
@@ -25,7 +26,10 @@ const SOURCES: &[(&str, &str)] = sources![
     "attention_prefill.cu",
     "elementwise.cu",
     "fill.cu",
+    "kv.cu",
     "norm.cu",
+    "rope.cu",
+    "sample.cu",
 ];
 
 /// The instances that the engine uses for the models it knows. Continuous integration compiles each
@@ -34,7 +38,7 @@ const SOURCES: &[(&str, &str)] = sources![
 pub fn named_instances() -> Vec<Instance> {
     let mut named = super::attention::named_instances();
     named.extend(super::ops::named_instances());
-    named.push(Instance::of("fill.cu"));
+    named.extend(["fill.cu", "kv.cu", "rope.cu", "sample.cu"].map(Instance::of));
     named
 }
 

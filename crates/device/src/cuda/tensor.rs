@@ -1,9 +1,30 @@
 //! What every operation checks of its tensors before it launches anything.
 
-use resource_api::{DType, RawTensor};
+use bytemuck::Pod;
+use cudarc::driver::sys;
+use resource_api::{DType, Element, RawTensor, TensorView};
 
+use super::check::driver as check;
 use super::context::Context;
 use crate::error::{Error, Result};
+
+/// The elements of a contiguous tensor on the device, once it has done everything it was given. Not
+/// under capture.
+///
+/// # Errors
+/// [`Error::Tensor`] for a tensor of another type or place.
+pub fn read_tensor<T: Element + Pod>(context: &Context, tensor: &TensorView<'_>) -> Result<Vec<T>> {
+    let address = contiguous("tensor to read", context, tensor.raw(), T::DTYPE)?;
+    let mut values = vec![T::zeroed(); tensor.raw().elements()];
+    context.synchronize()?;
+    if !values.is_empty() {
+        let bytes = size_of_val(values.as_slice());
+        // SAFETY: the view promises that many elements; any bytes are a value of T.
+        let code = unsafe { sys::cuMemcpyDtoH_v2(values.as_mut_ptr().cast(), address, bytes) };
+        check("cuMemcpyDtoH", code)?;
+    }
+    Ok(values)
+}
 
 /// Address of a contiguous tensor of this type on the context's device.
 ///
@@ -26,7 +47,6 @@ pub(crate) fn contiguous(
 ///
 /// # Errors
 /// [`Error::Tensor`].
-#[allow(dead_code)] // of use to operations, which come file by file
 pub(crate) fn shaped(
     what: &'static str,
     context: &Context,
@@ -66,6 +86,7 @@ pub(crate) fn strided(
     Ok(address)
 }
 
-fn refuse<T>(what: &'static str, reason: String) -> Result<T> {
+/// The error of a tensor that is not what it must be.
+pub(crate) fn refuse<T>(what: &'static str, reason: String) -> Result<T> {
     Err(Error::Tensor { what, reason })
 }

@@ -1,0 +1,357 @@
+//! The paged cache of keys and values on a device.
+
+use std::sync::Arc;
+
+use cudarc::driver::sys;
+use resource_api::{
+    DType, DeviceColumn, KvFacts, RawTensor, TensorView, TensorViewMut, tensor::MAX_RANK,
+};
+
+use super::check::driver as check;
+use super::context::Context;
+use super::memory::DeviceBuffer;
+use super::module::{Args, Grid, Kernel, Module};
+use super::source::Instance;
+use super::stream::Stream;
+use super::tensor::{refuse, shaped, strided};
+use crate::error::{Error, Result};
+
+const THREADS: u32 = 128;
+
+/// Where a group's tokens lie in a cache: a page and a slot for each.
+#[derive(Debug, Clone, Copy)]
+pub struct Places {
+    /// Page of each token.
+    pub page: DeviceColumn<u32>,
+    /// Its slot in that page.
+    pub slot: DeviceColumn<u32>,
+}
+
+/// Keys and values of all pages: zeros until written. Steps share it by `&self`; the order of what they
+/// do is that of the stream.
+#[derive(Debug)]
+pub struct KvPool {
+    context: Arc<Context>,
+    memory: DeviceBuffer<u8>,
+    facts: KvFacts,
+    /// By activations: bf16, f32, and the cache's own 2-byte type where it is neither.
+    write: Vec<(DType, Kernel)>,
+    read: Kernel,
+}
+
+impl KvPool {
+    /// Memory for a cache laid out like this: f32, f16, bf16 or fp8.
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`]; [`Error::Tensor`] for another type, or strides that overlap pages; as
+    /// for [`Module::load`].
+    pub fn new(context: &Arc<Context>, facts: KvFacts) -> Result<Self> {
+        let stored = facts.dtype;
+        let known = [DType::BF16, DType::F16, DType::F32, DType::F8E4M3];
+        if !known.contains(&stored) {
+            return refuse("cache", format!("is {}, need bf16, f16, f32 or fp8", stored.name()));
+        }
+        let end = end_of_page(&facts);
+        if end.is_none_or(|end| end > facts.page_stride) {
+            let what = format!("pages {} elements apart reach into each other", facts.page_stride);
+            return refuse("cache", what);
+        }
+        let bytes =
+            facts.page_stride.checked_mul(u64::from(facts.num_pages) * stored.size() as u64);
+        let bytes = bytes.and_then(|b| usize::try_from(b).ok());
+        let bytes = bytes.ok_or(Error::TooLarge { what: "a cache" })?;
+        let module = Module::load(context, &Instance::of("kv.cu"))?;
+        let mut sources = vec![DType::BF16, DType::F32];
+        if stored == DType::F16 {
+            sources.push(DType::F16);
+        }
+        let kernel = |dtype: DType| {
+            let name = format!("kv_write_{}_{}", dtype.name(), stored.name());
+            Ok((dtype, module.kernel(&name)?))
+        };
+        Ok(Self {
+            context: context.clone(),
+            write: sources.into_iter().map(kernel).collect::<Result<_>>()?,
+            read: module.kernel(&format!("kv_read_{}", stored.name()))?,
+            memory: DeviceBuffer::zeroed(context, bytes)?,
+            facts,
+        })
+    }
+
+    /// Geometry.
+    pub fn facts(&self) -> &KvFacts {
+        &self.facts
+    }
+
+    /// The context it belongs to.
+    pub fn context(&self) -> &Arc<Context> {
+        &self.context
+    }
+
+    /// Stores the keys and values `[tokens or more, heads, dim]` of the tokens at `places` in `layer`,
+    /// later. A place that the cache does not have is skipped.
+    ///
+    /// # Errors
+    /// [`Error::OutOfRange`] for a layer that there is not; [`Error::Tensor`] for tensors of another shape
+    /// or type.
+    pub fn write(
+        &self,
+        stream: &Stream,
+        layer: u32,
+        places: Places,
+        k: &TensorView<'_>,
+        v: &TensorView<'_>,
+    ) -> Result<()> {
+        let tokens = places.page.len().min(places.slot.len());
+        let dtype = k.raw().dtype;
+        let (k, v) =
+            (self.source("k", k.raw(), dtype, tokens)?, self.source("v", v.raw(), dtype, tokens)?);
+        let kernel = self.write.iter().find(|(source, _)| *source == dtype);
+        let Some((_, kernel)) = kernel else {
+            let what = format!(
+                "is {}; a cache of {} does not take it",
+                dtype.name(),
+                self.facts.dtype.name()
+            );
+            return refuse("k", what);
+        };
+        let dim = self.facts.head_dim;
+        let f = &self.facts;
+        let strides = [f.page_stride, f.layer_stride, f.kv_stride, f.head_stride, f.slot_stride];
+        let is_wide = dim.is_multiple_of(8)
+            && k.is_wide
+            && v.is_wide
+            && strides.iter().all(|s| s.is_multiple_of(8));
+        let mut args = Args::default();
+        for source in [&k, &v] {
+            args.push(source.address).push(source.token_stride).push(source.head_stride);
+        }
+        self.push_places(&mut args, layer, places)?;
+        args.push(self.facts.num_kv_heads).push(dim).push(u32::from(is_wide));
+        let items = 2 * self.facts.num_kv_heads * if is_wide { dim / 8 } else { dim };
+        // SAFETY: the signature is (const T*, i64, i64, const T*, i64, i64, const u32*, const u32*, C*,
+        // i64 x 4, u32 x 5). The views promise `tokens` rows of heads, the columns as many places, which
+        // the kernel compares with the pages and slots that there are; a page's end is inside its stride.
+        unsafe { kernel.launch(stream, self.grid(tokens, items), &args) }
+    }
+
+    /// Reads what lies at `places` in `layer`, later, into contiguous f32 tensors `[tokens, heads, dim]`
+    /// on the device; zeros for a place that the cache does not have.
+    ///
+    /// # Errors
+    /// As for [`KvPool::write`].
+    pub fn read(
+        &self,
+        stream: &Stream,
+        layer: u32,
+        places: Places,
+        k: &mut TensorViewMut<'_>,
+        v: &mut TensorViewMut<'_>,
+    ) -> Result<()> {
+        let tokens = places.page.len().min(places.slot.len());
+        let (heads, dim) = (self.facts.num_kv_heads, self.facts.head_dim);
+        let shape = [tokens, heads as usize, dim as usize];
+        let mut args = Args::default();
+        args.push(shaped("k", &self.context, k.raw(), DType::F32, &shape)?);
+        args.push(shaped("v", &self.context, v.raw(), DType::F32, &shape)?);
+        self.push_places(&mut args, layer, places)?;
+        args.push(heads).push(dim);
+        // SAFETY: the signature is (float*, float*, const u32*, const u32*, const C*, i64 x 4, u32 x 4);
+        // the rest is as for `write`, the outputs being that large (checked).
+        unsafe { self.read.launch(stream, self.grid(tokens, 2 * heads * dim), &args) }
+    }
+
+    /// Copies all layers of page `from` to page `to`, later.
+    ///
+    /// # Errors
+    /// [`Error::OutOfRange`] for a page that there is not.
+    pub fn copy_page(&self, stream: &Stream, from: u32, to: u32) -> Result<()> {
+        let limit = self.facts.num_pages as usize;
+        if let Some(index) = [from, to].map(|p| p as usize).into_iter().find(|p| *p >= limit) {
+            return Err(Error::OutOfRange { what: "page", index, limit });
+        }
+        if from == to {
+            return Ok(());
+        }
+        let bytes = self.facts.page_stride * self.facts.dtype.size() as u64;
+        let at = |page: u32| self.memory.address() + u64::from(page) * bytes;
+        self.context.bind()?;
+        // SAFETY: two different pages of the allocation (checked).
+        let code =
+            unsafe { sys::cuMemcpyDtoDAsync_v2(at(to), at(from), bytes as usize, stream.raw()) };
+        check("cuMemcpyDtoDAsync", code)
+    }
+
+    /// The keys and the values of a layer, as tensors `[pages, slots, heads, dim]`.
+    ///
+    /// # Errors
+    /// [`Error::OutOfRange`] for a layer that there is not.
+    pub fn layer(&self, layer: u32) -> Result<(TensorView<'_>, TensorView<'_>)> {
+        let f = &self.facts;
+        let keys = self.keys(layer)?;
+        let tensor = |address: u64| {
+            let start = std::ptr::without_provenance_mut(address as usize);
+            let mut raw =
+                RawTensor::contiguous(start, self.context.device(), f.dtype, &[1; MAX_RANK]);
+            raw.rank = 4;
+            let shape = [f.num_pages, f.page_size, f.num_kv_heads, f.head_dim].map(i64::from);
+            raw.shape[..4].copy_from_slice(&shape);
+            let strides = [f.page_stride, f.slot_stride, f.head_stride, 1].map(|n| n as i64);
+            raw.strides[..4].copy_from_slice(&strides);
+            raw.strides[4..].fill(0);
+            // SAFETY: inside the allocation, which the view borrows. Writes are ordered by the stream
+            // with the reads of whoever is given the view.
+            unsafe { TensorView::from_raw(raw) }
+        };
+        Ok((tensor(keys), tensor(keys + f.kv_stride * f.dtype.size() as u64)))
+    }
+
+    fn keys(&self, layer: u32) -> Result<u64> {
+        let (index, limit) = (layer as usize, self.facts.num_layers as usize);
+        if index >= limit {
+            return Err(Error::OutOfRange { what: "layer", index, limit });
+        }
+        let first = u64::from(layer) * self.facts.layer_stride;
+        Ok(self.memory.address() + first * self.facts.dtype.size() as u64)
+    }
+
+    /// The arguments from the places on that all kernels have.
+    fn push_places(&self, args: &mut Args, layer: u32, places: Places) -> Result<()> {
+        let f = &self.facts;
+        args.push(places.page.address()).push(places.slot.address()).push(self.keys(layer)?);
+        for stride in [f.page_stride, f.kv_stride, f.head_stride, f.slot_stride] {
+            args.push(stride as i64);
+        }
+        args.push(f.num_pages).push(f.page_size);
+        Ok(())
+    }
+
+    fn grid(&self, tokens: usize, items: u32) -> Grid {
+        Grid {
+            blocks: (tokens as u32, items.div_ceil(THREADS), 1),
+            threads: (THREADS, 1, 1),
+            shared: 0,
+        }
+    }
+
+    /// Checks a tensor to be stored.
+    fn source(
+        &self,
+        what: &'static str,
+        raw: &RawTensor,
+        dtype: DType,
+        tokens: usize,
+    ) -> Result<Source> {
+        let address = strided(what, &self.context, raw, dtype)?;
+        let (heads, dim) = (i64::from(self.facts.num_kv_heads), i64::from(self.facts.head_dim));
+        match (raw.shape(), raw.strides) {
+            (&[n, h, d], [token_stride, head_stride, 1, ..])
+                if n >= tokens as i64
+                    && (h, d) == (heads, dim)
+                    && token_stride >= 0
+                    && head_stride >= 0 =>
+            {
+                let bytes = |stride: i64| stride * dtype.size() as i64 % 16 == 0;
+                let is_wide =
+                    address.is_multiple_of(16) && bytes(token_stride) && bytes(head_stride);
+                Ok(Source { address, token_stride, head_stride, is_wide })
+            }
+            (shape, strides) => refuse(
+                what,
+                format!(
+                    "has shape {shape:?} and strides {:?}; the step needs [{tokens} or more, {heads}, {dim}] \
+                     with the elements of a head together",
+                    &strides[..shape.len()]
+                ),
+            ),
+        }
+    }
+}
+
+/// A tensor to be stored. Strides count elements.
+struct Source {
+    address: u64,
+    token_stride: i64,
+    head_stride: i64,
+    /// Whether 16-byte accesses can read it.
+    is_wide: bool,
+}
+
+/// The end of a page's last element, in elements from its first.
+fn end_of_page(f: &KvFacts) -> Option<u64> {
+    let last = [
+        (f.num_layers, f.layer_stride),
+        (2, f.kv_stride),
+        (f.num_kv_heads, f.head_stride),
+        (f.page_size, f.slot_stride),
+        (f.head_dim, 1),
+    ];
+    last.into_iter().try_fold(1u64, |end, (count, stride)| {
+        end.checked_add(u64::from(count.checked_sub(1)?).checked_mul(stride)?)
+    })
+}
+
+/// A page table on a device that takes changes.
+#[derive(Debug)]
+pub struct PageTable {
+    entries: DeviceBuffer<u32>,
+    retired: Vec<DeviceBuffer<u32>>,
+    apply: Kernel,
+}
+
+impl PageTable {
+    /// A table of so many entries, all 0.
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`]; as for [`Module::load`].
+    pub fn new(context: &Arc<Context>, entries: usize) -> Result<Self> {
+        let module = Module::load(context, &Instance::of("kv.cu"))?;
+        Ok(Self {
+            entries: DeviceBuffer::zeroed(context, entries)?,
+            retired: Vec::new(),
+            apply: module.kernel("table_apply")?,
+        })
+    }
+
+    /// Makes room for `entries`, with `contents` copied there. The old table stays allocated: a
+    /// captured graph may read it. Waits for the device.
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`].
+    pub fn grow(&mut self, contents: &[u32]) -> Result<()> {
+        let grown = DeviceBuffer::from_slice(self.entries.context(), contents)?;
+        self.retired.push(std::mem::replace(&mut self.entries, grown));
+        Ok(())
+    }
+
+    /// Number of entries.
+    pub fn len(&self) -> usize {
+        self.entries.len()
+    }
+
+    /// Whether it has none.
+    pub fn is_empty(&self) -> bool {
+        self.entries.is_empty()
+    }
+
+    /// All entries. Whoever hands the column on keeps this value for as long as it is read.
+    pub fn column(&self) -> DeviceColumn<u32> {
+        // SAFETY: the whole allocation, which this value keeps.
+        unsafe { DeviceColumn::from_raw(self.entries.address(), self.entries.len()) }
+    }
+
+    /// Sets entries, later: `changes` is pairs of an entry and its new value. No entry is named twice;
+    /// those that there are not are skipped.
+    ///
+    /// # Errors
+    /// As for [`Stream::upload`].
+    pub fn apply(&mut self, stream: &Stream, changes: DeviceColumn<u32>) -> Result<()> {
+        let count = changes.len() / 2;
+        let mut args = Args::default();
+        args.push(self.entries.address()).push(self.entries.len() as u32);
+        args.push(changes.address()).push(count as u32);
+        // SAFETY: the signature is (u32*, u32, const uint2*, u32); entries are compared with the table's
+        // length by the kernel, and the column has that many pairs.
+        unsafe { self.apply.launch(stream, Grid::for_items(count, 256), &args) }
+    }
+}

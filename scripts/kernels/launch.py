@@ -1,0 +1,104 @@
+"""Compiled kernels (cubins of nvrtc_compile.py) launched on torch tensors, through the driver."""
+
+import ctypes
+import os
+
+import torch
+
+_cuda = ctypes.CDLL("libcuda.so.1")
+
+
+def u32(x):
+    return ctypes.c_uint32(x)
+
+
+def i64(x):
+    return ctypes.c_int64(x)
+
+
+def f32(x):
+    return ctypes.c_float(x)
+
+
+def _check(code, what):
+    if code != 0:
+        text = ctypes.c_char_p()
+        _cuda.cuGetErrorString(code, ctypes.byref(text))
+        raise RuntimeError(f"{what}: {(text.value or b'?').decode()} ({code})")
+
+
+class Module:
+    """All kernels of a cubin. Arguments: tensors and None as addresses, else ctypes values."""
+
+    def __init__(self, folder, stem, arch="sm_90a"):
+        torch.cuda.init()
+        torch.zeros(1, device="cuda")
+        self.module = ctypes.c_void_p()
+        path = os.path.join(folder, f"{stem}.{arch}.cubin").encode()
+        _check(_cuda.cuModuleLoad(ctypes.byref(self.module), path), f"loading {stem}")
+        self.found = {}
+
+    def launch(self, name, grid, threads, *args, shared=0):
+        if name not in self.found:
+            function = ctypes.c_void_p()
+            code = _cuda.cuModuleGetFunction(ctypes.byref(function), self.module, name.encode())
+            _check(code, name)
+            self.found[name] = function
+        values = []
+        for arg in args:
+            if arg is None:
+                values.append(ctypes.c_uint64(0))
+            elif isinstance(arg, torch.Tensor):
+                values.append(ctypes.c_uint64(arg.data_ptr()))
+            else:
+                values.append(arg)
+        pointers = (ctypes.c_void_p * len(values))(
+            *[ctypes.cast(ctypes.pointer(v), ctypes.c_void_p) for v in values])
+        grid = (grid, 1, 1) if isinstance(grid, int) else (*grid, 1)[:3]
+        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+        _check(_cuda.cuLaunchKernel(self.found[name], *grid, threads, 1, 1, shared, stream, pointers,
+                                    None), name)
+
+
+class Report:
+    """Counts checks; says what failed."""
+
+    def __init__(self):
+        self.passed, self.failed = 0, 0
+
+    def check(self, what, holds, detail=""):
+        if holds:
+            self.passed += 1
+        else:
+            self.failed += 1
+            print(f"FAILED {what} {detail}", flush=True)
+
+    def near(self, what, got, want, relative, absolute=0.0):
+        """Every element within relative * |want| + absolute of the float64 reference."""
+        error = (got.double() - want).abs()
+        bad = ~(error <= relative * want.abs() + absolute)
+        worst = error.max().item() if error.numel() else 0.0
+        self.check(what, not bad.any().item(), f"{int(bad.sum())} elements, worst error {worst:.3g}")
+
+    def equal(self, what, got, want):
+        same = got.shape == want.shape and torch.equal(got, want)
+        self.check(what, same, "" if same else f"{int((got != want).sum())} elements differ")
+
+
+def median_us(work, repeats=50):
+    """Median time of `work` in microseconds, by replaying a graph of ten."""
+    work()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(10):
+            work()
+    times = []
+    for _ in range(repeats):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 100)
+    return sorted(times)[len(times) // 2]
