@@ -17,6 +17,7 @@
 
 #![forbid(unsafe_code)]
 
+mod cuda;
 mod draw;
 mod params;
 mod philox;

@@ -10,6 +10,7 @@ use resource_api::{
     StepContext, TensorView, TensorViewMut, WalkId,
 };
 
+use crate::cuda::Cuda;
 use crate::draw::{Draw, Scratch, draw, top_logprobs};
 use crate::params::SamplingParams;
 use crate::plan;
@@ -30,6 +31,8 @@ pub struct Sampler {
     processors: RwLock<Vec<LogitsProcessorHandle>>,
     batch: Mutex<Batch>,
     scratch: Mutex<Vec<Scratch>>,
+    /// Where the engine runs on a CUDA device.
+    cuda: Option<Cuda>,
     host: HostServicesHandle,
 }
 
@@ -49,18 +52,15 @@ impl ResourceKind for Sampler {
     fn build(spec: NodeResourceSpec<SamplerSpec>, info: &EngineResourceInfo) -> Result<Self> {
         device::use_features_of(&info.host)?;
         let key = spec.resource_key;
-        if !info.device.is_cpu() {
-            return Err(ResourceError::unsupported(format!(
-                "[resources.{key}]: kind sampler runs on the cpu only, not on {}",
-                info.device
-            )));
-        }
         if spec.settings.vocab_size == 0 {
             return Err(ResourceError::invalid(format!(
                 "[resources.{key}]: vocab_size = 0 must be above 0"
             )));
         }
+        let vocabulary = spec.settings.vocab_size as usize;
+        let cuda = (!info.device.is_cpu()).then(|| Cuda::new(info, vocabulary)).transpose();
         Ok(Self {
+            cuda: cuda.map_err(|e| e.within(format!("[resources.{key}]")))?,
             key,
             spec: spec.settings,
             index: info.index,
@@ -136,6 +136,9 @@ impl Resource for Sampler {
             handle.map_err(|e| e.within(format!("`{}`, offered to `{}`", o.key, self.key)))
         };
         let handles = offered.into_iter().map(open).collect::<Result<Vec<_>>>()?;
+        if let Some(cuda) = self.cuda.as_ref().filter(|_| !handles.is_empty()) {
+            cuda.keep_model()?;
+        }
         *self.processors.write().unwrap_or_else(PoisonError::into_inner) = handles;
         Ok(())
     }
@@ -239,7 +242,6 @@ impl resource_api::Sampler for Sampler {
     ) -> Result<()> {
         let plan = ctx.plan_result::<SamplerPlan>(self.index)?;
         let vocabulary = self.spec.vocab_size as usize;
-        let width = row_width(logits, rids.len(), vocabulary)?;
         if out.len() != rids.len() {
             return Err(ResourceError::invalid(format!(
                 "{} requests to sample but room for {} results",
@@ -250,7 +252,26 @@ impl resource_api::Sampler for Sampler {
         let mut batch = self.batch();
         let Batch { model, seen } = &mut *batch;
         self.find_seen(plan, rids, seen)?;
+        let how = |i: usize| {
+            // Checked by `find_seen`.
+            let seat = plan::planned_seat(plan, rids[i]).unwrap_or_default();
+            Draw {
+                params: plan::params(plan, seat),
+                position: plan.position[seat],
+                seen: seen[i].as_deref(),
+                fresh: if seen[i].is_some() { plan::fresh(plan, seat) } else { &[] },
+            }
+        };
         let processors = self.processors.read().unwrap_or_else(PoisonError::into_inner);
+        if let Some(cuda) = &self.cuda {
+            let draws: Vec<_> = (0..rids.len()).map(how).collect();
+            let process = |logits: &mut TensorViewMut<'_>| {
+                processors.iter().try_for_each(|p| p.process(ctx, rids, logits))
+            };
+            let process = (!processors.is_empty()).then_some(process);
+            return cuda.sample(ctx, &draws, logits, process, out);
+        }
+        let width = row_width(logits, rids.len(), vocabulary)?;
         if !processors.is_empty() {
             model.clear();
             model.extend_from_slice(logits.as_mut_slice::<f32>().unwrap_or_default());
@@ -261,16 +282,8 @@ impl resource_api::Sampler for Sampler {
         let model = if processors.is_empty() { rows } else { model.as_slice() };
 
         let one = |i: usize, out: &mut Sampled, scratch: &mut Scratch| {
-            // Checked by `find_seen`.
-            let seat = plan::planned_seat(plan, rids[i]).unwrap_or_default();
-            let request = Draw {
-                params: plan::params(plan, seat),
-                position: plan.position[seat],
-                seen: seen[i].as_deref(),
-                fresh: if seen[i].is_some() { plan::fresh(plan, seat) } else { &[] },
-            };
             let row = |all: &[f32]| i * width..(i * width + vocabulary).min(all.len());
-            *out = draw(&model[row(model)], &rows[row(rows)], &request, scratch);
+            *out = draw(&model[row(model)], &rows[row(rows)], &how(i), scratch);
         };
         let work = Mutex::new(out.iter_mut().enumerate());
         let next = || work.lock().unwrap_or_else(PoisonError::into_inner).next();
@@ -293,8 +306,10 @@ impl resource_api::Sampler for Sampler {
         logprobs: &mut [f32],
     ) -> Result<()> {
         let vocabulary = self.spec.vocab_size as usize;
-        let row = logits.as_slice::<f32>().and_then(|row| row.get(..vocabulary));
-        let row = row.ok_or_else(|| {
+        let cuda = self.cuda.as_ref().filter(|_| !logits.raw().device.is_cpu());
+        let copied = cuda.map(|cuda| cuda.read(logits)).transpose()?;
+        let row = copied.as_deref().or_else(|| logits.as_slice::<f32>());
+        let row = row.and_then(|row| row.get(..vocabulary)).ok_or_else(|| {
             ResourceError::invalid(format!(
                 "logits are {} {:?}: expected one contiguous f32 row of {vocabulary} in host memory",
                 logits.raw().dtype.name(),

@@ -30,6 +30,14 @@ impl Seen {
             || self.words[token as usize / 64].load(Relaxed) & 1 << (token % 64) != 0
     }
 
+    /// Copies the set's words, and adds the tokens of `fresh` to the copy.
+    pub fn copy_with(&self, fresh: &[u32], words: &mut [u64]) {
+        words.iter_mut().zip(&self.words).for_each(|(to, word)| *to = word.load(Relaxed));
+        for &token in fresh.iter().filter(|&&t| t < self.vocabulary) {
+            words[token as usize / 64] |= 1 << (token % 64);
+        }
+    }
+
     /// The tokens, ascending.
     pub fn iter(&self) -> impl Iterator<Item = u32> {
         (0..).zip(&self.words).flat_map(|(i, word)| {

@@ -1,11 +1,13 @@
 //! A sampler driven step by step, as a host would.
 
+use device::cuda::{Context, DeviceBuffer, Stream};
 use resource_api::host::PlainHost;
 use resource_api::{
-    BuiltResource, Device, EngineResourceInfo, HostServicesHandle, LabelId, NodeId,
-    NodeResourceSpec, RequestId, RequestOverrides, Resource as _, ResourceHandle, ResourceStep,
-    Result, Sampled, Sampler as _, SamplerHandle, SamplerPlan, SamplerStepOptions, Segments,
-    SlotLease, StepContext, StepHead, StepId, TensorViewMut, TypedRef, WalkId, build_resource,
+    BuiltResource, Device, EngineResourceInfo, HostServicesHandle, LabelId, LogitsProcessor,
+    LogitsProcessorHandle, NodeId, NodeResourceSpec, Offered, RequestId, RequestOverrides,
+    Resource as _, ResourceHandle, ResourceStep, Result, Sampled, Sampler as _, SamplerHandle,
+    SamplerPlan, SamplerStepOptions, Segments, SlotLease, StepContext, StepHead, StepId,
+    TensorViewMut, TypedRef, WalkId, build_resource,
 };
 use resource_sampler::Sampler;
 use std::sync::Arc;
@@ -14,16 +16,22 @@ pub struct Engine {
     pub resource: ResourceHandle,
     pub api: SamplerHandle,
     next_step: std::cell::Cell<u64>,
+    /// Where logits are copied to before they are sampled.
+    device: Option<(Arc<Context>, Stream)>,
 }
 
 pub fn build(settings: &str, host: HostServicesHandle) -> Result<BuiltResource> {
+    build_on(Device::CPU, settings, host)
+}
+
+pub fn build_on(device: Device, settings: &str, host: HostServicesHandle) -> Result<BuiltResource> {
     let spec = NodeResourceSpec {
         resource_key: "sampler".into(),
         kind: "sampler".into(),
         nodes: Default::default(),
         settings: settings.into(),
     };
-    build_resource::<Sampler>(&spec, &EngineResourceInfo::new(Device::CPU, host))
+    build_resource::<Sampler>(&spec, &EngineResourceInfo::new(device, host))
 }
 
 /// What a step feeds and says besides its logits.
@@ -41,10 +49,37 @@ impl Engine {
     }
 
     pub fn on(vocab: usize, host: HostServicesHandle) -> Self {
+        Self::with(vocab, host, None)
+    }
+
+    /// On the first CUDA device.
+    pub fn on_device(vocab: usize) -> Self {
+        let context = Context::of(0).unwrap();
+        let stream = Stream::new(&context).unwrap();
+        Self::with(vocab, PlainHost::handle(), Some((context, stream)))
+    }
+
+    fn with(
+        vocab: usize,
+        host: HostServicesHandle,
+        device: Option<(Arc<Context>, Stream)>,
+    ) -> Self {
         let settings = format!(r#"{{"vocab_size": {vocab}, "enable_min_p": true}}"#);
-        let built = build(&settings, host).unwrap();
+        let place = device.as_ref().map_or(Device::CPU, |(context, _)| context.device());
+        let built = build_on(place, &settings, host).unwrap();
         let api = built.capabilities[0].open().unwrap();
-        Self { resource: built.resource, api, next_step: Default::default() }
+        Self { resource: built.resource, api, next_step: Default::default(), device }
+    }
+
+    /// Has the sampler accept this processor alone.
+    pub fn bind(&self, processor: impl LogitsProcessor + 'static) {
+        let capability = LogitsProcessorHandle::new(Arc::new(processor)).into();
+        self.resource.bind(vec![Offered { key: "processor".into(), capability }]).unwrap();
+    }
+
+    fn head(&self, step: u64, slot: u32, is_preplan: bool) -> StepHead {
+        let stream = self.device.as_ref().map_or(0, |(_, stream)| stream.handle());
+        StepHead { stream, ..head(step, slot, is_preplan) }
     }
 
     pub fn ingest(&self, rid: RequestId, config: &str) {
@@ -71,7 +106,7 @@ impl Engine {
             .with_token_ids(&tokens)
             .with_options(TypedRef::new(&extra.options));
         self.next_step.set(self.next_step.get() + 1);
-        let head = head(self.next_step.get(), extra.slot, false);
+        let head = self.head(self.next_step.get(), extra.slot, false);
         let ctx = StepContext::new(head, rids, rids, &[]);
         assert!(self.resource.admit(&step, &ctx).unwrap().is_ready());
         let results = [self.resource.plan(&step, &ctx).unwrap().into_result()];
@@ -79,8 +114,18 @@ impl Engine {
         let mut logits = rows.concat();
         let width = logits.len() / rids.len();
         let mut out = vec![Sampled::default(); rids.len()];
-        let mut view = TensorViewMut::from_slice(&mut logits, &[rids.len(), width]);
-        self.api.sample(&ctx, rids, &mut view, &mut out).unwrap();
+        let shape = [rids.len(), width];
+        match &self.device {
+            None => {
+                let mut view = TensorViewMut::from_slice(&mut logits, &shape);
+                self.api.sample(&ctx, rids, &mut view, &mut out).unwrap();
+            }
+            Some((context, _)) => {
+                let mut there = DeviceBuffer::from_slice(context, &logits).unwrap();
+                let view = &mut there.view_mut(&shape).unwrap();
+                self.api.sample(&ctx, rids, view, &mut out).unwrap();
+            }
+        }
         self.resource.commit(&step, &ctx).unwrap();
         let good: Vec<_> = (0..rids.len()).filter(|&i| out[i].status == Sampled::OK).collect();
         let good_rids: Vec<_> = good.iter().map(|&i| rids[i]).collect();
@@ -120,6 +165,7 @@ fn head(step: u64, slot: u32, is_preplan: bool) -> StepHead {
         lease: SlotLease::eager(slot, step as u32),
         capture: false,
         is_preplan,
+        stream: 0,
     }
 }
 

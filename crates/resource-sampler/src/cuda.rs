@@ -1,0 +1,158 @@
+//! Sampling on a CUDA device: the same choice as on the CPU, from logits that stay there.
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use device::cuda::{Budget, Context, DeviceBuffer, RowSampler, SampleRow, Stream, read_tensor};
+use resource_api::{
+    EngineResourceInfo, HostServicesHandle, ResourceError, Result, Sampled, StepContext,
+    TensorView, TensorViewMut,
+};
+
+use crate::draw::Draw;
+
+/// Kernels and scratch memory.
+#[derive(Debug)]
+pub(crate) struct Cuda {
+    context: Arc<Context>,
+    vocabulary: usize,
+    max_rows: usize,
+    state: Mutex<State>,
+    host: HostServicesHandle,
+    _budget: Budget,
+}
+
+#[derive(Debug)]
+struct State {
+    sampler: RowSampler,
+    rows: Vec<SampleRow>,
+    /// The model's logits, where processors change them.
+    model: Option<(DeviceBuffer<f32>, Budget)>,
+}
+
+impl Cuda {
+    /// Loads the kernels and allocates for the engine's largest batch.
+    ///
+    /// # Errors
+    /// `UNSUPPORTED` on a machine without the driver; `EXHAUSTED` without memory.
+    pub(crate) fn new(info: &EngineResourceInfo, vocabulary: usize) -> Result<Self> {
+        let context = Context::of_device(info.device)?;
+        let max_rows = info.limits.max_batch.max(1) as usize;
+        let bytes = RowSampler::bytes(vocabulary, max_rows);
+        let budget = Budget::take(&info.host, info.device, bytes)?;
+        let sampler = RowSampler::new(&context, vocabulary, max_rows)?;
+        let state = Mutex::new(State { sampler, rows: Vec::new(), model: None });
+        let host = info.host.clone();
+        Ok(Self { context, vocabulary, max_rows, state, host, _budget: budget })
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Makes room for a copy of the logits, which processors are going to change.
+    ///
+    /// # Errors
+    /// `EXHAUSTED` without memory.
+    pub(crate) fn keep_model(&self) -> Result<()> {
+        let elements = self.max_rows * self.vocabulary;
+        let budget = Budget::take(&self.host, self.context.device(), 4 * elements as u64)?;
+        self.state().model = Some((DeviceBuffer::new(&self.context, elements)?, budget));
+        Ok(())
+    }
+
+    /// Samples a token for each of `draws`, whose row of `logits` is in its place. `process` changes the
+    /// logits before; `None` leaves them as they are.
+    ///
+    /// # Errors
+    /// `INVALID` for more rows than the engine's batch, and for tensors of another shape or place.
+    pub(crate) fn sample(
+        &self,
+        ctx: &StepContext<'_>,
+        draws: &[Draw<'_>],
+        logits: &mut TensorViewMut<'_>,
+        process: Option<impl FnOnce(&mut TensorViewMut<'_>) -> Result<()>>,
+        out: &mut [Sampled],
+    ) -> Result<()> {
+        if draws.len() > self.max_rows {
+            let what =
+                format!("{} rows to sample; the engine's batch has {}", draws.len(), self.max_rows);
+            return Err(
+                ResourceError::invalid(what).with_amounts(draws.len() as u64, self.max_rows as u64)
+            );
+        }
+        let stream = Stream::of_step(&self.context, ctx)?;
+        let State { sampler, rows, model } = &mut *self.state();
+        let mut sets = 0;
+        rows.clear();
+        rows.extend(draws.iter().map(|draw| {
+            let set = if draw.seen.is_some() { sets } else { SampleRow::NO_SET };
+            sets += u32::from(draw.seen.is_some());
+            row(draw, set)
+        }));
+        let fill = |words: &mut [u64]| {
+            let seen = draws.iter().filter_map(|draw| Some((draw.seen?, draw.fresh)));
+            for ((seen, fresh), set) in seen.zip(words.chunks_mut(self.vocabulary.div_ceil(64))) {
+                seen.copy_with(fresh, set);
+            }
+        };
+        let sampled = match (process, model) {
+            (Some(process), Some((model, _))) => {
+                let &[count, width] = logits.shape() else { return Err(not_rows(logits)) };
+                let shape = [count, width].map(|n| n.max(0) as usize);
+                stream.copy(&logits.view(), &mut model.view_mut(&shape)?)?;
+                process(logits)?;
+                sampler.sample(
+                    &stream,
+                    &model.view(&shape)?,
+                    &logits.view(),
+                    rows,
+                    sets as usize,
+                    fill,
+                )?
+            }
+            _ => sampler.sample(
+                &stream,
+                &logits.view(),
+                &logits.view(),
+                rows,
+                sets as usize,
+                fill,
+            )?,
+        };
+        for (out, row) in out.iter_mut().zip(sampled) {
+            *out = Sampled { token: row.token, status: row.status, logprob: row.logprob };
+        }
+        Ok(())
+    }
+
+    /// One row of logits, on the host. Waits for the device.
+    ///
+    /// # Errors
+    /// `INTERNAL` for a tensor of another type or place.
+    pub(crate) fn read(&self, logits: &TensorView<'_>) -> Result<Vec<f32>> {
+        Ok(read_tensor(&self.context, logits)?)
+    }
+}
+
+fn row(draw: &Draw<'_>, set: u32) -> SampleRow {
+    let p = &draw.params;
+    SampleRow {
+        seed: p.seed,
+        choice: p.choice,
+        position: draw.position,
+        temperature: p.temperature,
+        top_k: p.top_k,
+        top_p: p.top_p,
+        min_p: p.min_p,
+        penalty: p.repetition_penalty,
+        set,
+        unused: 0,
+    }
+}
+
+fn not_rows(logits: &TensorViewMut<'_>) -> ResourceError {
+    ResourceError::invalid(format!(
+        "logits have shape {:?}, need [rows, vocabulary]",
+        logits.shape()
+    ))
+}
