@@ -13,6 +13,7 @@
 #![forbid(unsafe_code)]
 
 mod counters;
+mod cuda;
 mod layout;
 mod resource;
 mod rotary;

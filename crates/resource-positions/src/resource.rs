@@ -11,6 +11,7 @@ use resource_api::{
 };
 
 use crate::counters::Counters;
+use crate::cuda::Cuda;
 use crate::layout::{Part, Rules, last_position, lay_out, parts, plain_parts};
 use crate::rotary::{RopeTable, frequencies};
 use crate::spec::{PositionsSpec, Scheme};
@@ -35,6 +36,8 @@ pub struct Positions {
     /// address.
     planned: [OnceLock<Plan>; MAX_SLOTS],
     prefix_walks: Mutex<Vec<PrefixWalk>>,
+    /// Where the engine runs on a CUDA device.
+    cuda: Option<Cuda>,
     host: HostServicesHandle,
 }
 
@@ -57,29 +60,31 @@ impl ResourceKind for Positions {
         device::use_features_of(&info.host)?;
         let key = spec.resource_key;
         let settings = spec.settings;
-        if !info.device.is_cpu() {
-            return Err(ResourceError::unsupported(format!(
-                "[resources.{key}]: kind positions runs on the cpu only, not on {}",
-                info.device
-            )));
-        }
         let kv = info.dependency(&settings.kv_cache)?;
         let facts = kv.facts::<KvFacts>()?;
         let limit = info.limits.max_model_len.max(facts.max_seq_len);
-        let table = |settings: &PositionsSpec| -> Result<RopeTable> {
-            let frequencies = frequencies(settings, facts.head_dim)
-                .map_err(|e| e.within(format!("[resources.{key}]")))?;
-            Ok(RopeTable::new(frequencies, facts.head_dim, settings.interleave, limit))
+        let within = |e: ResourceError| e.within(format!("[resources.{key}]"));
+        let of = |settings: &PositionsSpec| frequencies(settings, facts.head_dim).map_err(within);
+        let (own, local) = (of(&settings)?, settings.local().as_ref().map(of).transpose()?);
+        let (dim, interleave) = (facts.head_dim, settings.interleave);
+        let cuda = match info.device.is_cpu() {
+            true => None,
+            false => {
+                let cuda = Cuda::new(info, dim, &own, local.as_deref(), interleave);
+                Some(cuda.map_err(within)?)
+            }
         };
-        let own_table = table(&settings)?;
-        let local_table = settings.local().as_ref().map(table).transpose()?;
+        let table = |frequencies| RopeTable::new(frequencies, dim, interleave, limit);
         Ok(Self {
             kv_index: kv.index,
             index: info.index,
             rules: Rules { scheme: settings.scheme, block_step: settings.block_step, limit },
-            table: own_table,
-            local: local_table
-                .map(|table| Local { layers: settings.local_layers.unwrap_or_default(), table }),
+            table: table(own),
+            local: local.map(|own| Local {
+                layers: settings.local_layers.unwrap_or_default(),
+                table: table(own),
+            }),
+            cuda,
             counters: Counters::default(),
             plans: PlanSlots::new(),
             planned: [const { OnceLock::new() }; MAX_SLOTS],
@@ -102,17 +107,24 @@ impl Positions {
         walks.iter().find(|w| w.write == walk).map_or(LabelId::MAIN, |w| w.label)
     }
 
-    /// Turns the queries and keys of a label's group by `table`.
+    /// Turns the queries and keys of a label's group by the frequencies of all layers, or of the local
+    /// ones.
     fn turn(
         &self,
-        table: &RopeTable,
+        local: Option<&Local>,
         ctx: &StepContext<'_>,
         label: LabelId,
         q: &mut TensorViewMut<'_>,
         k: &mut TensorViewMut<'_>,
     ) -> Result<()> {
-        let ids = ctx.plan_result::<PositionsPlan>(self.index)?.ids(label);
-        let ids = ids.ok_or_else(|| unplanned(label))?;
+        let plan = ctx.plan_result::<PositionsPlan>(self.index)?;
+        if let Some(cuda) = &self.cuda {
+            let group = plan.groups.iter().find(|g| g.label == label);
+            let group = group.ok_or_else(|| unplanned(label))?;
+            return cuda.turn(ctx, plan, group, local.is_some(), q, k);
+        }
+        let ids = plan.ids(label).ok_or_else(|| unplanned(label))?;
+        let table = local.map_or(&self.table, |local| &local.table);
         let dim = table.head_dim();
         let (q, q_width) = heads("q", q, ids.len(), dim)?;
         let (k, k_width) = heads("k", k, ids.len(), dim)?;
@@ -290,9 +302,10 @@ impl Resource for Positions {
 
     fn plan(&self, step: &ResourceStep<'_>, ctx: &StepContext<'_>) -> Result<Plan> {
         let kv = ctx.plan_result::<KvPlan>(self.kv_index)?;
-        let plan = self
-            .plans
-            .plan(ctx, |plan| lay_out(plan, self.rules, &self.counters, step, ctx, kv))?;
+        let plan = self.plans.plan(ctx, |plan| {
+            lay_out(plan, self.rules, &self.counters, step, ctx, kv)?;
+            self.cuda.as_ref().map_or(Ok(()), |cuda| cuda.upload(ctx, plan))
+        })?;
         self.planned[ctx.slot() as usize].get_or_init(|| plan);
         Ok(plan)
     }
@@ -332,7 +345,7 @@ impl resource_api::Positions for Positions {
         q: &mut TensorViewMut<'_>,
         k: &mut TensorViewMut<'_>,
     ) -> Result<()> {
-        self.turn(&self.table, ctx, label, q, k)
+        self.turn(None, ctx, label, q, k)
     }
 
     fn pos_ids(&self, ctx: &StepContext<'_>, label: LabelId) -> Result<&[u32]> {
@@ -357,7 +370,7 @@ impl resource_api::Positions for Positions {
         k: &mut TensorViewMut<'_>,
     ) -> Result<()> {
         let local = self.local.as_ref().filter(|local| local.layers.contains(&layer));
-        self.turn(local.map_or(&self.table, |local| &local.table), ctx, label, q, k)
+        self.turn(local, ctx, label, q, k)
     }
 }
 
