@@ -15,6 +15,7 @@ mod mapped_file;
 mod parallel;
 
 pub use block_type::BlockType;
+pub use cpu::companion::Companion;
 pub use cpu::features::{CpuFeatures, set_cpu_features, use_features_of};
 pub use cpu::matrix::{Activations, Matrix, PackOptions, Scratch, matmul_all};
 pub use cpu::memory::AlignedBuffer;

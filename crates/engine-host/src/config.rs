@@ -50,6 +50,8 @@ pub struct EngineConfig {
     /// CPU instruction level of all kernels, as [`device::CpuFeatures`] names them; default: the best
     /// that the CPU has.
     pub cpu_features: Option<String>,
+    /// Whether a step is planned while the one before it runs; default on.
+    pub preplan: bool,
     /// Requests in one step at most; default 64.
     pub max_batch: usize,
     /// Tokens in one step at most, the budget of chunked prefill; default 512.

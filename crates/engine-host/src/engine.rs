@@ -3,6 +3,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use device::Companion;
 use model::{Node, StepInput, StepOutput};
 use resource_api::{
     EngineLimits, FailureReason, LabelId, NodeId, PrefixInputs, PrefixWalk, RequestId,
@@ -13,10 +14,12 @@ use serde_json::{Map, Value};
 use crate::error::{Error, ErrorKind, Result};
 use crate::request::{Event, GenerateRequest, Requests, Token, Tracked};
 use crate::resources::ResourceSet;
-use crate::runner::{FailedStep, FullAdmitOutcome, Live, Runner, Started};
+use crate::runner::{FailedStep, FullAdmitOutcome, Live, Runner, Staged, Started};
 use crate::scheduler::{Limits, Scheduler, Turn};
 use crate::services::Services;
 use crate::step::SubmoduleStep;
+
+mod ahead;
 
 /// Counts since the engine was made.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -33,6 +36,10 @@ pub struct Stats {
     pub decode_time: Duration,
     /// Requests that gave way and were computed again.
     pub preemptions: u64,
+    /// Steps that had been planned while the one before them ran.
+    pub planned_ahead: u64,
+    /// Steps planned ahead that did not come.
+    pub unplanned: u64,
 }
 
 /// What an engine needs to know about its model beside the node that runs it.
@@ -68,7 +75,12 @@ pub struct Engine {
     output: StepOutput,
     sampled_rids: Vec<RequestId>,
     sampled_ids: Vec<u32>,
-    spare: Option<SubmoduleStep>,
+    spare: Vec<SubmoduleStep>,
+    /// The thread that plans ahead; `None` when nothing is to be.
+    planner: Option<Companion>,
+    /// The next step, planned ahead.
+    staged: Option<Staged>,
+    foreseen: Vec<Turn>,
     /// Requests that are left out of the present step.
     held: Vec<RequestId>,
     /// Since when no step could run, though there are requests.
@@ -109,9 +121,10 @@ impl Engine {
             }
             entry.resource().post_warmup_validate()?;
         }
-        let step = SubmoduleStep::new(node_id, WalkId(prefill), own);
+        let new_step = || SubmoduleStep::new(node_id, WalkId(prefill), own.clone());
+        let spare = vec![new_step(), new_step()];
         let runner = Runner::new(resources, 4).with_stream(services.stream());
-        Ok(Self {
+        let mut engine = Self {
             node,
             runner,
             services,
@@ -133,10 +146,15 @@ impl Engine {
             output: StepOutput::default(),
             sampled_rids: Vec::new(),
             sampled_ids: Vec::new(),
-            spare: Some(step),
+            spare,
+            planner: None,
+            staged: None,
+            foreseen: Vec::new(),
             held: Vec::new(),
             stalled: None,
-        })
+        };
+        engine.plan_ahead(true)?;
+        Ok(engine)
     }
 
     /// The built resources.
@@ -187,6 +205,7 @@ impl Engine {
             prompt_len: request.prompt.len(),
             tokens: request.prompt,
             computed: 0,
+            in_step: 0,
             cached: 0,
             prefix_resolved: false,
             max_tokens,
@@ -204,26 +223,35 @@ impl Engine {
         self.forget(rid);
     }
 
+    /// Has the youngest running request give way, as a lack of room would: its state leaves all
+    /// resources, and it is computed again from its tokens. `None` when fewer than two run.
+    pub fn preempt_youngest(&mut self) -> Option<RequestId> {
+        let rid = self.scheduler.give_way()?;
+        self.scheduler.let_join();
+        self.preempt(rid);
+        Some(rid)
+    }
+
     /// Runs one step and tells what came of it. Without anything to run, does nothing.
     pub fn step(&mut self) -> &[Event] {
         self.events.clear();
         self.held.clear();
         while let Some(step) = self.next_step() {
-            match self.runner.start(step) {
+            match self.start(step) {
                 Ok(Started::Live(live)) => {
                     self.stalled = None;
                     self.run(live);
                     break;
                 }
                 Ok(Started::Refused(why, step)) => {
-                    self.spare = Some(step);
+                    self.spare.push(step);
                     if !self.relieve(&why) {
                         break;
                     }
                 }
                 Err(FailedStep { error, step }) => {
                     let rids = step.request_ids.clone();
-                    self.spare = Some(*step);
+                    self.spare.push(*step);
                     self.fail_all(&rids, &error.to_string());
                     break;
                 }
@@ -303,13 +331,14 @@ impl Engine {
         if self.turns.is_empty() {
             return None;
         }
-        let mut step = self.spare.take()?;
+        let mut step = self.spare.pop()?;
         step.clear();
         self.sample.clear();
         self.top_logprobs.clear();
         step.graph_walk = self.decode;
         for (i, turn) in self.turns.iter().enumerate() {
-            let Some(request) = self.requests.get(turn.rid) else { continue };
+            let Some(request) = self.requests.get_mut(turn.rid) else { continue };
+            request.in_step = turn.span;
             let span = turn.span as u32;
             step.request_ids.push(turn.rid);
             step.segments.push(Segment { request_id: turn.rid, label: LabelId::MAIN, span });
@@ -331,17 +360,23 @@ impl Engine {
 
     fn run(&mut self, live: Live) {
         let started = Instant::now();
+        let ahead = self.foreseen_step();
         let input = StepInput {
             segments: live.step().segments.view(),
             token_ids: &live.step().token_ids,
             sample: &self.sample,
             top_logprobs: &self.top_logprobs,
         };
-        let pool = self.services.pool();
-        if let Err(e) = self.node.forward(&live.ctx(), &input, &mut self.output, pool) {
+        let (node, pool) = (&self.node, self.services.pool());
+        let output = &mut self.output;
+        let forward = || node.forward(&live.ctx(), &input, output, pool);
+        let (ran, staged) = ahead::beside(&mut self.planner, &mut self.runner, ahead, forward);
+        self.keep_stage(staged);
+        if let Err(e) = ran {
+            self.drop_stage();
             let step = self.runner.abandon(live);
             let rids = step.request_ids.clone();
-            self.spare = Some(step);
+            self.spare.push(step);
             return self.fail_all(&rids, &e.to_string());
         }
         self.services.complete_epoch(self.runner.epoch());
@@ -361,13 +396,13 @@ impl Engine {
         let step = self.runner.finish(done);
         if let Err(e) = committed.and(told) {
             let rids = step.request_ids.clone();
-            self.spare = Some(step);
+            self.spare.push(step);
             return self.fail_all(&rids, &e.to_string());
         }
-        self.spare = Some(step);
+        self.spare.push(step);
         for turn in &self.turns {
             if let Some(request) = self.requests.get_mut(turn.rid) {
-                request.computed += turn.span;
+                request.computed += std::mem::take(&mut request.in_step);
             }
         }
         self.take_samples();
@@ -446,6 +481,7 @@ impl Engine {
 
     /// Takes a request's state out of all resources; it is computed again later.
     fn preempt(&mut self, rid: RequestId) {
+        self.drop_stage();
         let Some(request) = self.requests.get_mut(rid) else { return };
         if request.computed == 0 {
             return;
@@ -476,6 +512,7 @@ impl Engine {
         self.scheduler.remove(rid);
         let known = self.requests.remove(rid).is_some();
         if known {
+            self.drop_stage_of(rid);
             self.remove_from_resources(rid);
         }
         known

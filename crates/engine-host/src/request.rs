@@ -89,6 +89,8 @@ pub(crate) struct Tracked {
     pub prompt_len: usize,
     /// How many of `tokens` are in the caches.
     pub computed: usize,
+    /// How many more the step that is being run computes.
+    pub in_step: usize,
     pub cached: usize,
     /// Whether the cached prefix has been asked for since it last started from nothing.
     pub prefix_resolved: bool,
@@ -106,6 +108,19 @@ impl Tracked {
     /// Tokens that are known and not computed yet.
     pub fn pending(&self) -> usize {
         self.tokens.len() - self.computed
+    }
+
+    /// Tokens that will have to be computed after the present step; 0 when the request ends with it,
+    /// unless it ends earlier than by its length.
+    pub fn pending_after(&self, max_model_len: usize) -> usize {
+        match self.pending() - self.in_step {
+            0 if self.in_step > 0 => {
+                let ends = self.generated() + 1 >= self.max_tokens as usize
+                    || self.tokens.len() + 1 >= max_model_len;
+                usize::from(!ends)
+            }
+            pending => pending,
+        }
     }
 
     pub fn usage(&self) -> Usage {
@@ -192,6 +207,7 @@ mod tests {
             tokens: vec![1, 2, 3],
             prompt_len: 3,
             computed: 0,
+            in_step: 0,
             cached: 0,
             prefix_resolved: false,
             max_tokens: 2,

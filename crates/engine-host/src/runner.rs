@@ -94,6 +94,13 @@ impl Staged {
     pub fn step(&self) -> &SubmoduleStep {
         &self.0.step
     }
+
+    /// Fills in the ids of the tokens that the segments add: some were not known when the step was
+    /// planned.
+    pub fn set_token_ids(&mut self, ids: &[u32]) {
+        self.0.step.token_ids.clear();
+        self.0.step.token_ids.extend_from_slice(ids);
+    }
 }
 
 /// A step that every resource has committed; its plans are still readable.

@@ -69,35 +69,50 @@ impl Scheduler {
         held: &[RequestId],
         mut join: impl FnMut(&mut Tracked) -> bool,
     ) {
-        turns.clear();
-        let mut budget = self.limits.max_batch_tokens;
-        let mut take = |rid: RequestId, pending: usize| {
-            let span = pending.min(budget);
-            budget -= span;
-            if span > 0 {
-                turns.push(Turn { rid, span });
-            }
-            budget > 0
-        };
-        for generating in [true, false] {
-            for &rid in self.running.iter().filter(|rid| !held.contains(rid)) {
-                let pending = requests.get(rid).map_or(0, Tracked::pending);
-                if (pending == 1) == generating && !take(rid, pending) {
-                    return;
-                }
-            }
-        }
-        while !self.full && self.running.len() < self.limits.max_batch {
+        let pending = |rid| requests.get(rid).map_or(0, Tracked::pending);
+        let mut budget = self.take_running(turns, held, pending);
+        while budget > 0 && !self.full && self.running.len() < self.limits.max_batch {
             let Some(rid) = self.waiting.pop_front() else { return };
             let Some(request) = requests.get_mut(rid) else { continue };
             if !join(request) {
                 continue;
             }
             self.running.push(rid);
-            if !take(rid, request.pending()) {
-                return;
+            take(turns, &mut budget, rid, request.pending());
+        }
+    }
+
+    /// Lays out in `turns` the step after the present one, for when nothing unexpected happens:
+    /// `pending` says what each request will have to compute then, 0 for one that ends. `false` when
+    /// that cannot be known, since somebody may join.
+    pub fn foresee(&self, turns: &mut Vec<Turn>, pending: impl Fn(RequestId) -> usize) -> bool {
+        let ends = self.running.iter().any(|&rid| pending(rid) == 0);
+        let budget = self.take_running(turns, &[], pending);
+        let has_room = self.running.len() < self.limits.max_batch && !self.full || ends;
+        !turns.is_empty() && (self.waiting.is_empty() || budget == 0 || !has_room)
+    }
+
+    /// The running requests' share of a step; answers how much of the budget is left.
+    fn take_running(
+        &self,
+        turns: &mut Vec<Turn>,
+        held: &[RequestId],
+        pending: impl Fn(RequestId) -> usize,
+    ) -> usize {
+        turns.clear();
+        let mut budget = self.limits.max_batch_tokens;
+        for generating in [true, false] {
+            for &rid in self.running.iter().filter(|rid| !held.contains(rid)) {
+                let pending = pending(rid);
+                if (pending == 1) == generating {
+                    take(turns, &mut budget, rid, pending);
+                }
+                if budget == 0 {
+                    return 0;
+                }
             }
         }
+        budget
     }
 
     /// The request that gives way when a step does not fit: the youngest, unless it is alone.
@@ -111,11 +126,24 @@ impl Scheduler {
         Some(rid)
     }
 
+    /// Lets requests join again before one has ended.
+    pub fn let_join(&mut self) {
+        self.full = false;
+    }
+
     /// Forgets a request; room has come free.
     pub fn remove(&mut self, rid: RequestId) {
         self.running.retain(|&r| r != rid);
         self.waiting.retain(|&r| r != rid);
         self.full = false;
+    }
+}
+
+fn take(turns: &mut Vec<Turn>, budget: &mut usize, rid: RequestId, pending: usize) {
+    let span = pending.min(*budget);
+    *budget -= span;
+    if span > 0 {
+        turns.push(Turn { rid, span });
     }
 }
 
@@ -140,6 +168,7 @@ mod tests {
                     tokens: vec![0; len],
                     prompt_len: len,
                     computed: 0,
+                    in_step: 0,
                     cached: 0,
                     prefix_resolved: false,
                     max_tokens: 100,

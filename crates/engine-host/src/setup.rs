@@ -156,7 +156,8 @@ fn build(
             false => checkpoint::identity(&config.model.path, arithmetic)?,
         },
     };
-    let engine = Engine::new(node, resources, services, facts, limits)?;
+    let mut engine = Engine::new(node, resources, services, facts, limits)?;
+    engine.plan_ahead(config.engine.preplan)?;
     Ok(Loaded { engine, model })
 }
 

@@ -1,6 +1,7 @@
 //! The CPU back end.
 
 pub mod attention;
+pub(crate) mod companion;
 pub(crate) mod features;
 pub(crate) mod kv_view;
 pub(crate) mod matrix;

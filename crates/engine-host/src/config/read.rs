@@ -51,6 +51,7 @@ fn engine(table: Option<TableReader<'_, '_>>, base: &Path) -> EngineConfig {
         strict: false,
         threads: std::thread::available_parallelism().map_or(1, usize::from),
         cpu_features: None,
+        preplan: true,
         max_batch: 64,
         max_batch_tokens: 512,
         max_model_len: None,
@@ -80,6 +81,9 @@ fn engine(table: Option<TableReader<'_, '_>>, base: &Path) -> EngineConfig {
     }
     if let Some(strict) = table.boolean("strict") {
         config.strict = strict;
+    }
+    if let Some(preplan) = table.boolean("preplan") {
+        config.preplan = preplan;
     }
     if let Some(level) = table.string("cpu_features") {
         match device::CpuFeatures::parse(level.get_ref()) {

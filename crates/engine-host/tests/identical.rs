@@ -1,0 +1,128 @@
+//! A request's tokens and log-probabilities do not depend on how its work is cut into steps, on what
+//! runs beside it, on planning ahead, or on having given way: bit for bit.
+
+mod support;
+
+use engine_host::engine::Engine;
+use engine_host::request::{Event, GenerateRequest};
+use resource_api::{KvCache, KvCacheHandle, KvFacts, Resource};
+use support::{Done, config, greedy, load, reference, run};
+
+const STEPS: u32 = 10;
+
+fn requests() -> Vec<GenerateRequest> {
+    let short = reference().into_iter().filter(|i| i.prompt_ids.len() < 60);
+    let mut requests: Vec<_> = short.map(|i| greedy(i.prompt_ids, STEPS)).take(6).collect();
+    // Sampling must not move either.
+    for (i, request) in requests.iter_mut().enumerate().skip(3) {
+        let settings = [("temperature", 0.8), ("top_k", 40.0), ("repetition_penalty", 1.2)];
+        for (name, value) in settings {
+            request.sampling.insert(name.into(), serde_json::json!(value));
+        }
+        request.sampling.insert("top_k".into(), serde_json::json!(40));
+        request.sampling.insert("seed".into(), serde_json::json!(i));
+    }
+    requests
+}
+
+fn engine(lines: &str, pages: u32) -> Engine {
+    let lines = format!("kv_dtype = \"f32\"\nmax_model_len = 160\n{lines}");
+    load(&config(&lines, &format!("pages = {pages}\nprefix_cache = false"))).engine
+}
+
+/// All memory is free again, page by page.
+fn assert_clean(engine: &Engine) {
+    let kv = engine.resources().entries().iter().find(|e| e.key == "main_kv").unwrap();
+    let cache: KvCacheHandle = kv.capabilities()[0].open().unwrap();
+    cache.assert_pages_conserved().unwrap();
+    let facts = kv.resource().describe();
+    let pages = facts.iter().find_map(|f| f.open::<KvFacts>().ok()).unwrap().num_pages;
+    assert_eq!(cache.free_pages(), u64::from(pages) - 1, "pages are lost");
+}
+
+#[test]
+fn chunks_of_any_size_with_and_without_planning_ahead() {
+    let want = run(&mut engine("preplan = false", 1024), requests());
+    for chunk in [1, 7, 64, 512] {
+        for preplan in [true, false] {
+            let lines = format!("max_batch_tokens = {chunk}\npreplan = {preplan}");
+            let mut engine = engine(&lines, 1024);
+            assert_eq!(run(&mut engine, requests()), want, "{lines}");
+            let ahead = engine.stats().planned_ahead;
+            assert_eq!(ahead > 0, preplan, "{lines}: {ahead} steps were planned ahead");
+            assert_clean(&engine);
+        }
+    }
+}
+
+#[test]
+fn pools_that_make_requests_wait_and_give_way() {
+    let want = run(&mut engine("preplan = false", 1024), requests());
+    for (pages, preplan) in [(9, true), (9, false), (14, true)] {
+        let mut engine = engine(&format!("preplan = {preplan}\nmax_batch = 4"), pages);
+        assert_eq!(run(&mut engine, requests()), want, "{pages} pages, preplan = {preplan}");
+        assert_clean(&engine);
+    }
+}
+
+#[test]
+fn giving_way_every_few_steps() {
+    let want = run(&mut engine("preplan = false", 1024), requests());
+    for every in [2, 3, 5] {
+        let mut engine = engine("", 1024);
+        let rids: Vec<_> = requests().into_iter().map(|r| engine.submit(r).unwrap()).collect();
+        let mut got: Vec<Done> = rids.iter().map(|_| Done::default()).collect();
+        let mut step = 0;
+        while !engine.is_idle() {
+            for event in engine.step() {
+                let (Event::Token(rid, _) | Event::Finished(rid, ..) | Event::Failed(rid, _)) =
+                    event;
+                let done = &mut got[rids.iter().position(|r| r == rid).unwrap()];
+                match event {
+                    Event::Token(_, token) => done.tokens.push(token.clone()),
+                    Event::Finished(_, reason, usage) => done.end = Some((*reason, *usage)),
+                    Event::Failed(_, message) => done.failure = Some(message.clone()),
+                }
+            }
+            step += 1;
+            // Not for ever: what gives way each time before it gets anywhere would never end.
+            if step % every == 0 && step < 40 {
+                engine.preempt_youngest();
+            }
+        }
+        assert!(engine.stats().preemptions > 0, "nobody gave way");
+        assert_eq!(got, want, "every {every} steps");
+        assert_clean(&engine);
+    }
+}
+
+#[test]
+fn others_that_are_cancelled_at_any_time() {
+    let want = run(&mut engine("preplan = false", 1024), requests());
+    let mut engine = engine("max_batch_tokens = 16", 1024);
+    let mut rids = Vec::new();
+    let mut passers_by = Vec::new();
+    for request in requests() {
+        passers_by.push(engine.submit(greedy(request.prompt.clone(), 50)).unwrap());
+        rids.push(engine.submit(request).unwrap());
+    }
+    let mut got: Vec<Done> = rids.iter().map(|_| Done::default()).collect();
+    let mut step = 0;
+    while !engine.is_idle() {
+        step += 1;
+        if step % 3 == 0 {
+            passers_by.pop().inspect(|&rid| engine.cancel(rid));
+        }
+        for event in engine.step() {
+            let (Event::Token(rid, _) | Event::Finished(rid, ..) | Event::Failed(rid, _)) = event;
+            let Some(at) = rids.iter().position(|r| r == rid) else { continue };
+            match event {
+                Event::Token(_, token) => got[at].tokens.push(token.clone()),
+                Event::Finished(_, reason, usage) => got[at].end = Some((*reason, *usage)),
+                Event::Failed(_, message) => got[at].failure = Some(message.clone()),
+            }
+        }
+    }
+    assert_eq!(got, want);
+    assert_clean(&engine);
+}
