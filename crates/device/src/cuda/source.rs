@@ -17,7 +17,7 @@ macro_rules! sources {
 
 /// Files that others include, by the name they are included by.
 pub(super) const HEADERS: &[(&str, &str)] =
-    sources!["attention.cuh", "rope.cuh", "sample.cuh", "sample_pick.cuh", "types.cuh"];
+    sources!["attention.cuh", "mma.cuh", "rope.cuh", "sample.cuh", "sample_pick.cuh", "types.cuh"];
 
 /// Files with kernels.
 const SOURCES: &[(&str, &str)] = sources![
