@@ -126,6 +126,9 @@ fn relative_error(got: &[f64], want: &[f64]) -> f64 {
     norm(&mut got.iter().zip(want).map(|(a, b)| a - b)) / norm(&mut want.iter().copied())
 }
 
+/// Tensor cores cut sums off where f32 arithmetic would round them.
+const SUMS_IN_F32: f64 = 1e-5;
+
 #[test]
 #[ignore = "needs a GPU"]
 fn products_agree_with_float64() {
@@ -145,12 +148,12 @@ fn products_agree_with_float64() {
         blas.matmul(&stream, &x, &w, &mut out.view_mut(&shape).unwrap(), Into::Set).unwrap();
         let got: Vec<f64> = out.to_vec().unwrap().iter().map(|&v| v.into()).collect();
         let error = relative_error(&got, &want);
-        assert!(error < 1e-6, "{rows}x{inputs}x{outputs}: {error}");
+        assert!(error < SUMS_IN_F32, "{rows}x{inputs}x{outputs}: {error}");
 
         blas.matmul(&stream, &x, &w, &mut out.view_mut(&shape).unwrap(), Into::Add).unwrap();
         let got: Vec<f64> = out.to_vec().unwrap().iter().map(|&v| f64::from(v) / 2.0).collect();
         let error = relative_error(&got, &want);
-        assert!(error < 1e-6, "{rows}x{inputs}x{outputs} added: {error}");
+        assert!(error < SUMS_IN_F32, "{rows}x{inputs}x{outputs} added: {error}");
 
         let poison = vec![bf16::NAN; rows * outputs];
         let mut out = DeviceBuffer::from_slice(&context, &poison).unwrap();

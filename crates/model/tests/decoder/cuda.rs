@@ -226,6 +226,8 @@ fn rounded(architecture: Architecture, head_dim: usize, seed: u64) -> TinyModel 
     config.rope.dim = head_dim;
     config.hidden = 64;
     config.ffn = 128;
+    // As files of Gemma imply it.
+    config.embedding_scale = config.embedding_scale.map(|_| (config.hidden as f32).sqrt());
     let name = if architecture == Architecture::Llama { "smollm" } else { "qwen2" };
     let mut model = TinyModel::with_config(config, Vocabulary::small(name), seed);
     for tensor in &mut model.tensors {
