@@ -26,9 +26,7 @@ fn main() -> ExitCode {
     match run(embed) {
         Ok(0) => ExitCode::SUCCESS,
         Ok(spilling) => {
-            eprintln!(
-                "error: {spilling} kernels spill registers, which no kernel here is meant to"
-            );
+            eprintln!("error: {spilling} kernels spill more registers than they are meant to");
             ExitCode::FAILURE
         }
         Err(e) => {
@@ -62,18 +60,23 @@ fn run(embed: Option<PathBuf>) -> device::Result<usize> {
     Ok(spilling)
 }
 
+/// Kernels that may spill, and how many bytes: what they lose by it was measured, or is too little to
+/// measure.
+const MAY_SPILL: [(&str, Arch, u32); 1] = [("attention_prefill", Arch::SM_100A, 48)];
+
 fn compile(instance: &Instance, arch: Arch, spilling: &mut usize) -> device::Result<Vec<u8>> {
     let (cubin, kernels) = compile_and_report(instance, arch)?;
     for kernel in kernels {
         let name = match instance.to_string().split_once(' ') {
             Some((_, defines)) => format!("{} {defines}", kernel.name),
-            None => kernel.name,
+            None => kernel.name.clone(),
         };
         println!(
             "{name:<64} {arch:>8} {:>5} {:>6} {:>6} {:>7}",
             kernel.registers, kernel.stack, kernel.spills, kernel.shared
         );
-        *spilling += usize::from(kernel.spills > 0);
+        let allowed = MAY_SPILL.iter().find(|(k, a, _)| (*k, *a) == (kernel.name.as_str(), arch));
+        *spilling += usize::from(kernel.spills > allowed.map_or(0, |(.., bytes)| *bytes));
     }
     Ok(cubin)
 }

@@ -40,11 +40,11 @@ pub struct AttentionShape {
 /// How queries see keys; fixed for a layer.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct AttentionRule {
-    /// Factor of the products of queries and keys.
+    /// Factor of the products of queries and keys; above 0.
     pub scale: f32,
     /// Whether a token sees only what comes before it, itself included.
     pub causal: bool,
-    /// Most keys that a token sees, itself included; 0 for all.
+    /// Most keys that a token sees, itself included; 0 for all. With `causal` only.
     pub window: u32,
     /// Bound of the products, by `cap * tanh(x / cap)`; 0 for none.
     pub softcap: f32,
@@ -104,6 +104,7 @@ struct DecodeGeometry {
     stages: u32,
     group_tile: u32,
     row_bytes: u32,
+    head_dim: u32,
 }
 
 /// Tokens per part of a stream where results must not depend on the batch.
@@ -132,10 +133,10 @@ impl PagedAttention {
         let blocks = context.facts().multiprocessors;
         let per_part = geometry.group_tile as usize * (shape.head_dim as usize + 2);
         let (parts, counters) = match shape.chunk() {
-            0 => (2 * blocks as usize, blocks as usize),
+            0 => (16 * blocks as usize, 8 * blocks as usize + 2),
             chunk => {
                 let heads = shape.max_rows as usize * shape.kv_heads as usize;
-                (heads * shape.max_len.div_ceil(chunk) as usize, heads)
+                (heads * shape.max_len.div_ceil(chunk) as usize, heads + 2)
             }
         };
         let partial = DeviceBuffer::new(context, parts * per_part)?;
@@ -176,6 +177,10 @@ impl PagedAttention {
         let (out_address, out_stride, out_tokens) = shape.tokens("results", context, out.raw())?;
         check_len("results of attention", out_tokens as usize, tokens as usize)?;
         let cache = shape.cache_strides(context, k.raw(), v.raw())?;
+        let is_rule = rule.scale > 0.0 && rule.softcap >= 0.0 && (rule.causal || rule.window == 0);
+        if !is_rule {
+            return Err(Error::Tensor { what: "attention", reason: format!("{rule:?}") });
+        }
         if count == 0 || tokens == 0 {
             return Ok(());
         }
@@ -313,7 +318,8 @@ impl AttentionShape {
             128.. => (8, 6),
             _ => (8, 8),
         };
-        let mut geometry = DecodeGeometry { warps, stages, group_tile, row_bytes };
+        let head_dim = self.head_dim;
+        let mut geometry = DecodeGeometry { warps, stages, group_tile, row_bytes, head_dim };
         while geometry.shared(self.max_rows) > limit && warps > 1 {
             if stages > 2 {
                 stages -= 1
@@ -410,7 +416,10 @@ impl DecodeGeometry {
     fn shared(&self, rows: u32) -> usize {
         let [warps, stages, tile, row, rows] =
             [self.warps, self.stages, self.group_tile, self.row_bytes, rows].map(|n| n as usize);
-        warps * stages * (2 * (16 * row + 128) + 8) + warps * tile * 8 + 4 * (rows + 1) + 256
+        // Many queries of many elements do not stay in registers.
+        let queries = if self.head_dim == 256 && self.group_tile == 16 { 8192 } else { 0 };
+        let stages = warps * stages * (2 * (16 * row + 128) + 8);
+        stages + warps * (tile * 8 + 1024) + 4 * (rows + 1) + 512 + queries
     }
 }
 
@@ -526,8 +535,8 @@ mod tests {
     fn the_geometry_fits_the_devices_shared_memory() {
         for head_dim in [64, 128, 256] {
             for cache in [DType::BF16, DType::F8E4M3] {
-                for limit in [99 << 10, 163 << 10, 227 << 10] {
-                    let shape = AttentionShape { head_dim, cache, ..LLAMA };
+                for (limit, kv_heads) in [(99 << 10, 8), (163 << 10, 8), (227 << 10, 2)] {
+                    let shape = AttentionShape { head_dim, cache, kv_heads, ..LLAMA };
                     let geometry = shape.decode_geometry(limit);
                     assert!(geometry.shared(256) <= limit, "{geometry:?} in {limit}");
                     assert!(geometry.warps >= 1 && geometry.stages >= 2, "{geometry:?}");
@@ -536,8 +545,8 @@ mod tests {
         }
         let hopper = LLAMA.decode_geometry(227 << 10);
         assert_eq!((hopper.warps, hopper.stages, hopper.group_tile), (8, 3, 8));
-        // 8 * 3 * (2 * (16 * 256 + 128) + 8) + 8 * 8 * 8 + 4 * 257 + 256
-        assert_eq!(hopper.shared(256), 204_740);
+        // 8 * 3 * (2 * (16 * 256 + 128) + 8) + 8 * (8 * 8 + 1024) + 4 * 257 + 512
+        assert_eq!(hopper.shared(256), 213_188);
     }
 
     #[test]

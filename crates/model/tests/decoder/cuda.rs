@@ -9,7 +9,7 @@ use device::Pool;
 use device::cuda::{Context, Stream};
 use half::bf16;
 use model::testing::{TinyModel, Vocabulary};
-use model::{Architecture, CudaDecoder, Node};
+use model::{Architecture, CudaDecoder, ModelPackage, Node};
 use resource_api::{
     Attention, AttentionHandle, BuiltResource, DType, Device, KvCache, KvCacheHandle, KvLayer,
     LabelId, Plan, Positions, PositionsHandle, RequestId, Resource, ResourceError, ResourceHandle,
@@ -187,20 +187,23 @@ impl Positions for Bridge {
 
 /// What stands behind the decoder's capabilities.
 #[derive(Clone, Copy, Debug)]
-enum On {
+pub enum On {
     Bridge,
     Kinds(DType),
 }
 
 /// An engine with the stream that it works on.
-struct Rig {
-    engine: Engine<CudaDecoder>,
+pub struct Rig {
+    pub engine: Engine<CudaDecoder>,
     _stream: Stream,
 }
 
 impl Rig {
     fn new(model: &TinyModel, on: On) -> Self {
-        let package = from_gguf(model);
+        Self::of_package(&from_gguf(model), on)
+    }
+
+    pub fn of_package(package: &ModelPackage, on: On) -> Self {
         let context = Context::of(0).expect("a GPU");
         let stream = Stream::new(&context).expect("a stream");
         let pool = Pool::new(2);

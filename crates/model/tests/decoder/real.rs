@@ -3,10 +3,12 @@
 use std::sync::LazyLock;
 
 use device::Activations;
-use model::ModelPackage;
 use model::testing::real_model_path;
+use model::{ModelPackage, Node};
+use resource_api::DType;
 use serde_json::Value;
 
+use crate::cuda::{On, Rig};
 use crate::engine::{Engine, Part, Resources, Row};
 use crate::plain::best;
 
@@ -47,8 +49,7 @@ fn items(names: &[&str]) -> Vec<Item> {
 
 /// Feeds each prompt in chunks, then float64's own tokens, all requests in one batch. Gives, per
 /// request, the rows after which the generated tokens come.
-fn follow(items: &[Item], activations: Activations, steps: usize) -> Vec<Vec<Row>> {
-    let mut engine = Engine::new(&MODEL, activations, Resources::Kinds);
+fn follow<N: Node>(engine: &mut Engine<N>, items: &[Item], steps: usize) -> Vec<Vec<Row>> {
     let mut rows = vec![Vec::new(); items.len()];
     (0..).zip(items).for_each(|(slot, item)| engine.ingest(slot, &item.prompt));
     let chunk = 16;
@@ -88,7 +89,8 @@ fn worst_top_logprob(row: &Row, item: &Item) -> f64 {
 #[test]
 fn float_activations_choose_what_float64_chooses() {
     let items = items(&["en-short", "unicode-emoji", "digits-json", "single-space"]);
-    let rows = follow(&items, Activations::Float, 48);
+    let mut engine = Engine::new(&MODEL, Activations::Float, Resources::Kinds);
+    let rows = follow(&mut engine, &items, 48);
     for (item, rows) in items.iter().zip(&rows) {
         let chosen: Vec<u32> = rows.iter().map(|r| r.token).collect();
         assert!(item.margins.iter().all(|&m| m > 0.02), "prompts without close calls");
@@ -102,12 +104,30 @@ fn float_activations_choose_what_float64_chooses() {
 #[test]
 fn int8_activations_stay_within_their_rounding() {
     let items = items(&["en-short", "cjk-ja-zh"]);
-    let rows = follow(&items, Activations::Int8, 48);
+    let mut engine = Engine::new(&MODEL, Activations::Int8, Resources::Kinds);
+    let rows = follow(&mut engine, &items, 48);
     for (item, rows) in items.iter().zip(&rows) {
         let misses = (0..48).filter(|&i| rows[i].token != item.generated[i]);
         let margins: Vec<f64> = misses.map(|i| item.margins[i]).collect();
         assert!(margins.len() <= 5 && margins.iter().all(|&m| m < 0.5), "{margins:?}");
         let worst = worst_top_logprob(&rows[0], item);
         assert!(worst < 0.6, "a log-probability is off by {worst}");
+    }
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn a_device_stays_within_the_rounding_of_bf16() {
+    let names = ["en-short", "unicode-emoji", "digits-json", "single-space"];
+    let items = items(&names);
+    let mut rig = Rig::of_package(&MODEL, On::Kinds(DType::BF16));
+    let rows = follow(&mut rig.engine, &items, 48);
+    for ((name, item), rows) in names.iter().zip(&items).zip(&rows) {
+        let misses = (0..48).filter(|&i| rows[i].token != item.generated[i]);
+        let margins: Vec<f64> = misses.map(|i| item.margins[i]).collect();
+        let worst = worst_top_logprob(&rows[0], item);
+        eprintln!("{name}: {} of 48 differ, log-probabilities by {worst:.3}", margins.len());
+        assert!(margins.len() <= 3 && margins.iter().all(|&m| m < 0.2), "{name}: {margins:?}");
+        assert!(worst < 0.15, "{name}: a log-probability is off by {worst}");
     }
 }

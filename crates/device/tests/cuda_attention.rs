@@ -1,0 +1,298 @@
+//! Paged attention on a real device against float64. `cargo xtask device-test` runs these.
+
+use std::sync::Arc;
+
+use device::cuda::{
+    AttentionRows, AttentionRule, AttentionShape, Context, DeviceBuffer, PagedAttention, Stream,
+};
+use half::bf16;
+use resource_api::{DType, DeviceColumn, Element, RawTensor, TensorView};
+
+/// Numbers that look random, the same in every run, between -1 and 1.
+struct Random(u64);
+
+impl Random {
+    fn next(&mut self) -> f32 {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        (self.0 >> 40) as f32 / (1 << 23) as f32 - 1.0
+    }
+
+    fn below(&mut self, n: usize) -> usize {
+        ((self.next() + 1.0) / 2.0 * n as f32) as usize % n
+    }
+}
+
+/// One stream: its length, and how many queries stand at its end.
+#[derive(Debug, Clone, Copy)]
+struct Row {
+    len: usize,
+    span: usize,
+}
+
+/// A type that a cache may have, with its values as float64.
+trait Stored: Element + bytemuck::Pod {
+    fn of(x: f32) -> Self;
+    fn value(self) -> f64;
+}
+
+impl Stored for f32 {
+    fn of(x: f32) -> Self {
+        x
+    }
+    fn value(self) -> f64 {
+        self.into()
+    }
+}
+
+impl Stored for bf16 {
+    fn of(x: f32) -> Self {
+        bf16::from_f32(x)
+    }
+    fn value(self) -> f64 {
+        self.to_f64()
+    }
+}
+
+const PAGE: usize = 16;
+
+struct Case {
+    context: Arc<Context>,
+    stream: Stream,
+    heads: usize,
+    kv_heads: usize,
+    dim: usize,
+    rows: Vec<Row>,
+}
+
+impl Case {
+    fn new(heads: usize, kv_heads: usize, dim: usize, rows: &[Row]) -> Self {
+        let context = Context::of(0).unwrap();
+        let stream = Stream::new(&context).unwrap();
+        Self { context, stream, heads, kv_heads, dim, rows: rows.to_vec() }
+    }
+
+    fn shape(&self, cache: DType, batch_invariant: bool) -> AttentionShape {
+        AttentionShape {
+            heads: self.heads as u32,
+            kv_heads: self.kv_heads as u32,
+            head_dim: self.dim as u32,
+            cache,
+            activations: DType::BF16,
+            max_rows: self.rows.len() as u32 + 3,
+            max_len: 4096,
+            batch_invariant,
+        }
+    }
+
+    /// Runs it and answers the error of the result against float64, relative to its size.
+    fn error<T: Stored>(&self, rule: AttentionRule, batch_invariant: bool) -> f64 {
+        let Self { context, stream, heads, kv_heads, dim, rows } = self;
+        let (heads, kv_heads, dim) = (*heads, *kv_heads, *dim);
+        let mut random = Random(0x1234_5678_9abc_def1);
+
+        // Pages in no order, page 0 for nobody; what is not written must not be seen.
+        let pages_of = |row: &Row| row.len.div_ceil(PAGE);
+        let total: usize = 1 + rows.iter().map(pages_of).sum::<usize>();
+        let mut free: Vec<u32> = (1..total as u32).collect();
+        let stride = rows.iter().map(pages_of).max().unwrap() + 2;
+        let mut table = vec![u32::MAX; rows.len() * stride];
+        let token = kv_heads * dim;
+        let mut cache = vec![T::of(f32::NAN); total * 2 * PAGE * token];
+        let mut streams: Vec<[Vec<f64>; 2]> = Vec::new();
+        // Seats are not rows.
+        let seat: Vec<u32> = (0..rows.len() as u32).rev().collect();
+        for (row, &seat) in rows.iter().zip(&seat) {
+            let mut values = [Vec::new(), Vec::new()];
+            for position in 0..row.len {
+                let entry = seat as usize * stride + position / PAGE;
+                if position % PAGE == 0 {
+                    table[entry] = free.swap_remove(random.below(free.len()));
+                    let page = table[entry] as usize * 2 * PAGE * token;
+                    // Whole pages are read, and what lies behind the end is dropped.
+                    cache[page..page + 2 * PAGE * token].fill(T::of(0.0));
+                }
+                for (part, values) in values.iter_mut().enumerate() {
+                    let at = ((table[entry] as usize * 2 + part) * PAGE + position % PAGE) * token;
+                    for slot in &mut cache[at..at + token] {
+                        *slot = T::of(random.next());
+                        values.push(slot.value());
+                    }
+                }
+            }
+            streams.push(values);
+        }
+        let tokens: usize = rows.iter().map(|r| r.span).sum();
+        let width = (heads + 2 * kv_heads) * dim;
+        let qkv: Vec<bf16> = (0..tokens * width).map(|_| bf16::of(2.0 * random.next())).collect();
+
+        let column = |values: Vec<u32>| DeviceBuffer::from_slice(context, &values).unwrap();
+        let mut start = 0;
+        let starts = rows.iter().map(|r| {
+            start += r.span;
+            (start - r.span) as u32
+        });
+        let columns = [
+            column(seat),
+            column(rows.iter().map(|r| r.span as u32).collect()),
+            column(rows.iter().map(|r| r.len as u32).collect()),
+            column(starts.collect()),
+            column(table),
+        ];
+        let [seat, span, len, token_start, table] = columns.each_ref().map(|c| {
+            // SAFETY: the buffers live until the result has been read.
+            unsafe { DeviceColumn::from_raw(c.address(), c.len()) }
+        });
+        let layout = AttentionRows {
+            seat,
+            span,
+            len,
+            token_start,
+            table,
+            table_stride: stride as u32,
+            has_single: rows.iter().any(|r| r.span == 1),
+            has_many: rows.iter().any(|r| r.span > 1),
+        };
+
+        let cache = DeviceBuffer::from_slice(context, &cache).unwrap();
+        let part = |part: usize| {
+            let mut raw = RawTensor::contiguous(
+                std::ptr::without_provenance_mut(cache.address() as usize),
+                context.device(),
+                T::DTYPE,
+                &[total, PAGE, kv_heads, dim],
+            );
+            raw.strides[0] = (2 * PAGE * token) as i64;
+            raw.byte_offset = (part * PAGE * token * size_of::<T>()) as u64;
+            // SAFETY: inside `cache`, which outlives the view.
+            unsafe { TensorView::from_raw(raw) }
+        };
+        let mut there = DeviceBuffer::from_slice(context, &qkv).unwrap();
+        let [q, _, _] =
+            there.parts_mut(0, tokens, [[heads, dim], [kv_heads, dim], [kv_heads, dim]]).unwrap();
+        let poison = vec![bf16::NAN; tokens * heads * dim];
+        let mut out = DeviceBuffer::from_slice(context, &poison).unwrap();
+        let attention =
+            PagedAttention::new(context, self.shape(T::DTYPE, batch_invariant)).unwrap();
+        let mut run = || {
+            let mut out = out.view_mut(&[tokens, heads, dim]).unwrap();
+            attention.run(stream, &q.view(), &mut out, &part(0), &part(1), &layout, rule).unwrap();
+        };
+        // Twice: the first launch must leave the workspace as it found it.
+        run();
+        run();
+        stream.synchronize().unwrap();
+
+        let got = out.to_vec().unwrap();
+        let mut want = Vec::new();
+        let mut query = qkv.chunks(width);
+        for (row, [k, v]) in rows.iter().zip(&streams) {
+            for j in 0..row.span {
+                let position = row.len - row.span + j;
+                let q: Vec<f64> =
+                    query.next().unwrap()[..heads * dim].iter().map(|x| x.to_f64()).collect();
+                want.extend(attend(&q, k, v, (heads, kv_heads, dim), position, row.len, rule));
+            }
+        }
+        let square = |x: f64| x * x;
+        let error: f64 = got.iter().zip(&want).map(|(g, w)| square(g.to_f64() - w)).sum();
+        (error / want.iter().map(|&w| square(w)).sum::<f64>()).sqrt()
+    }
+}
+
+fn attend(
+    q: &[f64],
+    k: &[f64],
+    v: &[f64],
+    (heads, kv_heads, dim): (usize, usize, usize),
+    position: usize,
+    len: usize,
+    rule: AttentionRule,
+) -> Vec<f64> {
+    let end = if rule.causal { position + 1 } else { len };
+    let first = match rule.window {
+        0 => 0,
+        window => (position + 1).saturating_sub(window as usize),
+    };
+    let mut out = Vec::new();
+    for h in 0..heads {
+        let kv = h / (heads / kv_heads);
+        let part = |x: &[f64], t: usize| x[(t * kv_heads + kv) * dim..][..dim].to_vec();
+        let score = |t: usize| {
+            let terms = part(k, t).into_iter().zip(&q[h * dim..][..dim]).map(|(k, q)| k * q);
+            let score = terms.sum::<f64>() * f64::from(rule.scale);
+            let cap = f64::from(rule.softcap);
+            if cap > 0.0 { cap * (score / cap).tanh() } else { score }
+        };
+        let scores: Vec<f64> = (first..end).map(score).collect();
+        let max = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+        let weights: Vec<f64> = scores.iter().map(|s| (s - max).exp()).collect();
+        let sum: f64 = weights.iter().sum();
+        let mut mixed = vec![0.0; dim];
+        for (t, weight) in (first..end).zip(&weights) {
+            part(v, t).iter().zip(&mut mixed).for_each(|(v, m)| *m += weight / sum * v);
+        }
+        out.extend(mixed);
+    }
+    out
+}
+
+const MIXED: [Row; 7] = [
+    Row { len: 1, span: 1 },
+    Row { len: 500, span: 1 },
+    Row { len: 37, span: 37 },
+    Row { len: 300, span: 5 },
+    Row { len: 64, span: 0 },
+    Row { len: 2049, span: 1 },
+    Row { len: 130, span: 100 },
+];
+
+fn plain(dim: usize) -> AttentionRule {
+    AttentionRule { scale: (dim as f32).powf(-0.5), causal: true, window: 0, softcap: 0.0 }
+}
+
+/// Results are rounded to bf16, and so are the weights that multiply values.
+const MARGIN: f64 = 8e-3;
+
+#[test]
+#[ignore = "needs a GPU"]
+fn streams_of_all_kinds_in_one_step_agree_with_float64() {
+    for (heads, kv_heads, dim) in [(9, 3, 64), (8, 2, 128), (32, 2, 128), (4, 1, 256)] {
+        let error = Case::new(heads, kv_heads, dim, &MIXED).error::<bf16>(plain(dim), false);
+        eprintln!("{heads} heads of {kv_heads}, {dim}: {error:.2e}");
+        assert!(error < MARGIN, "{heads} heads of {kv_heads}, {dim}: {error}");
+    }
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn windows_bounds_and_whole_streams_agree_with_float64() {
+    let rules = [
+        AttentionRule { window: 33, ..plain(64) },
+        AttentionRule { softcap: 2.0, scale: 0.3, ..plain(64) },
+        AttentionRule { causal: false, ..plain(64) },
+    ];
+    for rule in rules {
+        let error = Case::new(8, 2, 64, &MIXED).error::<bf16>(rule, false);
+        assert!(error < MARGIN, "{rule:?}: {error}");
+    }
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn batch_invariant_parts_agree_with_float64() {
+    let error = Case::new(8, 2, 128, &MIXED).error::<bf16>(plain(128), true);
+    assert!(error < MARGIN, "{error}");
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn other_heads_and_caches_take_the_exact_kernel() {
+    for (heads, kv_heads, dim) in [(4, 2, 8), (6, 2, 96), (20, 1, 64)] {
+        let error = Case::new(heads, kv_heads, dim, &MIXED).error::<bf16>(plain(dim), false);
+        assert!(error < 3e-3, "{heads} heads of {kv_heads}, {dim}: {error}");
+    }
+    let error = Case::new(8, 2, 128, &MIXED).error::<f32>(plain(128), false);
+    assert!(error < 3e-3, "float32: {error}");
+}
