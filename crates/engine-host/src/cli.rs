@@ -101,6 +101,9 @@ struct GenerateArgs {
     /// Control-token strings in --prompt become those tokens
     #[arg(long)]
     parse_special: bool,
+    /// Tell on standard error whenever a resource has no room: which, how much, and what is done
+    #[arg(long)]
+    explain: bool,
     #[command(flatten)]
     sampling: SamplingArgs,
 }
@@ -129,6 +132,9 @@ struct SamplingArgs {
     /// Seed of the random choice
     #[arg(long)]
     seed: Option<u64>,
+    /// Seconds that a request may take, waiting included
+    #[arg(long, value_name = "SECONDS", allow_negative_numbers = true)]
+    timeout: Option<f64>,
     /// Go on after end-of-generation tokens
     #[arg(long)]
     ignore_eos: bool,
@@ -154,6 +160,7 @@ impl SamplingArgs {
         number("top-p", self.top_p)?;
         number("min-p", self.min_p)?;
         number("repetition-penalty", self.repetition_penalty)?;
+        number("timeout", self.timeout)?;
         fields.insert("max_tokens".into(), json!(self.max_tokens));
         fields.extend(self.top_k.map(|k| ("top_k".into(), json!(k))));
         fields.extend(self.seed.map(|s| ("seed".into(), json!(s))));

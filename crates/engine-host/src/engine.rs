@@ -6,20 +6,23 @@ use std::time::{Duration, Instant};
 use device::Companion;
 use model::{Node, StepInput, StepOutput};
 use resource_api::{
-    EngineLimits, FailureReason, LabelId, NodeId, PrefixInputs, PrefixWalk, RequestId,
-    RequestOverrides, Resource, Sampled, Segment, WalkId,
+    EngineLimits, LabelId, NodeId, PrefixWalk, RequestId, Resource, Sampled, Segment, WalkId,
 };
-use serde_json::{Map, Value};
 
-use crate::error::{Error, ErrorKind, Result};
-use crate::request::{Event, GenerateRequest, Requests, Token, Tracked};
+use crate::error::Result;
+use crate::request::{Event, Requests, Token};
 use crate::resources::ResourceSet;
-use crate::runner::{FailedStep, FullAdmitOutcome, Live, Runner, Staged, Started};
+use crate::runner::{FailedStep, Live, Runner, Staged, Started};
 use crate::scheduler::{Limits, Scheduler, Turn};
 use crate::services::Services;
 use crate::step::SubmoduleStep;
 
 mod ahead;
+mod intake;
+mod pressure;
+
+use intake::{prefix_root, skip_cached_prefix};
+pub use pressure::{Refusal, Remedy};
 
 /// Counts since the engine was made.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -85,6 +88,9 @@ pub struct Engine {
     held: Vec<RequestId>,
     /// Since when no step could run, though there are requests.
     stalled: Option<Instant>,
+    refusals: Vec<Refusal>,
+    /// No request's deadline is before this one.
+    next_deadline: Option<Instant>,
 }
 
 impl Engine {
@@ -152,6 +158,8 @@ impl Engine {
             foreseen: Vec::new(),
             held: Vec::new(),
             stalled: None,
+            refusals: Vec::new(),
+            next_deadline: None,
         };
         engine.plan_ahead(true)?;
         Ok(engine)
@@ -187,55 +195,18 @@ impl Engine {
         self.scheduler.is_idle()
     }
 
-    /// Takes a request in. Its events come from later calls of [`Engine::step`].
-    ///
-    /// # Errors
-    /// A request that is wrong, or that could never fit, with the limit; nothing is left over.
-    pub fn submit(&mut self, request: GenerateRequest) -> Result<RequestId> {
-        let room = self.check(&request)?;
-        let rid = self.requests.next_id();
-        let max_tokens = request.max_tokens.min(room);
-        if let Err(e) = self.ingest(rid, &request, max_tokens) {
-            self.remove_from_resources(rid);
-            self.requests.burn(rid);
-            return Err(e);
-        }
-        self.requests.insert(Tracked {
-            rid,
-            prompt_len: request.prompt.len(),
-            tokens: request.prompt,
-            computed: 0,
-            in_step: 0,
-            cached: 0,
-            prefix_resolved: false,
-            max_tokens,
-            ignore_eos: request.ignore_eos,
-            stop_token_ids: request.stop_token_ids,
-            logprobs: request.logprobs,
-        });
-        self.scheduler.enqueue(rid);
-        Ok(rid)
-    }
-
     /// Ends a request; its pages are free when this returns. No event follows. Unknown requests
     /// are accepted.
     pub fn cancel(&mut self, rid: RequestId) {
         self.forget(rid);
     }
 
-    /// Has the youngest running request give way, as a lack of room would: its state leaves all
-    /// resources, and it is computed again from its tokens. `None` when fewer than two run.
-    pub fn preempt_youngest(&mut self) -> Option<RequestId> {
-        let rid = self.scheduler.give_way()?;
-        self.scheduler.let_join();
-        self.preempt(rid);
-        Some(rid)
-    }
-
     /// Runs one step and tells what came of it. Without anything to run, does nothing.
     pub fn step(&mut self) -> &[Event] {
         self.events.clear();
+        self.refusals.clear();
         self.held.clear();
+        self.enforce_deadlines();
         while let Some(step) = self.next_step() {
             match self.start(step) {
                 Ok(Started::Live(live)) => {
@@ -260,63 +231,15 @@ impl Engine {
         &self.events
     }
 
-    /// Checks what needs no resource, and answers how many tokens may be generated at most.
-    fn check(&self, request: &GenerateRequest) -> Result<u32> {
-        let max_len = self.limits.max_model_len as usize;
-        let len = request.prompt.len();
-        if len == 0 {
-            return Err(Error::usage("the prompt has no tokens"));
-        }
-        if let Some(id) = request.prompt.iter().find(|&&id| id as usize >= self.model.vocab) {
-            return Err(Error::usage(format!(
-                "the prompt has token id {id}; ids of this model are below {}",
-                self.model.vocab
-            )));
-        }
-        if request.max_tokens == 0 {
-            return Err(Error::usage("max_tokens must be at least 1"));
-        }
-        if len >= max_len {
-            return Err(Error::usage(format!(
-                "the prompt has {len} tokens; with one generated token it would exceed \
-                 max_model_len = {max_len}"
-            )));
-        }
-        let most = self.model.vocab.min(MAX_LOGPROBS as usize);
-        if let Some(k) = request.logprobs.filter(|&k| k as usize > most) {
-            return Err(Error::usage(format!("logprobs must be at most {most}, got {k}")));
-        }
-        Ok((max_len - len) as u32)
-    }
-
-    fn ingest(&self, rid: RequestId, request: &GenerateRequest, max_tokens: u32) -> Result<()> {
-        let entries = self.runner.resources().entries();
-        if let Some(key) =
-            request.overrides.keys().find(|key| !entries.iter().any(|e| e.key == **key))
-        {
-            let keys = entries.iter().map(|e| e.key.as_str());
-            return Err(Error::usage(format!(
-                "overrides name resource {key:?}, which does not exist{}",
-                crate::suggest::did_you_mean(key, keys)
-            )));
-        }
-        for entry in entries {
-            let mut config = request.overrides.get(&entry.key).cloned().unwrap_or_default();
-            if entry.kind == SAMPLER_KIND {
-                config.extend(request.sampling.clone());
-            }
-            let text = to_text(config);
-            let overrides = RequestOverrides::new(&text, &request.prompt, max_tokens);
-            entry.resource().ingest_request(rid, &overrides).map_err(|e| {
-                Error::new(ErrorKind::from(e.kind()), format!("resource `{}`: {e}", entry.key))
-            })?;
-        }
-        Ok(())
-    }
-
     /// Declares the next step, or `None` when there is nothing to run.
     fn next_step(&mut self) -> Option<SubmoduleStep> {
         let mut failed = Vec::new();
+        // Those of a step that was refused.
+        for turn in &self.turns {
+            if let Some(request) = self.requests.get_mut(turn.rid) {
+                request.in_step = 0;
+            }
+        }
         let (runner, node, walk) = (&self.runner, self.node_id, self.prefill);
         self.scheduler.fill(&mut self.requests, &mut self.turns, &self.held, |request| {
             let joined = skip_cached_prefix(runner.resources(), request, node, walk);
@@ -432,70 +355,6 @@ impl Engine {
         }
     }
 
-    /// Makes room after a refusal; `false` when the step should be tried again later.
-    fn relieve(&mut self, why: &FullAdmitOutcome) -> bool {
-        let outcome = &why.outcome;
-        let key = why.failed_resource.as_deref().unwrap_or("?");
-        let message = format!("resource `{key}`: {}", outcome.message());
-        if outcome.reason() == FailureReason::RUNTIME_ERROR {
-            let culprit = outcome.request_id();
-            match self.turns.iter().any(|t| t.rid == culprit) {
-                true => self.fail(culprit, &message),
-                false => {
-                    let rids: Vec<_> = self.turns.iter().map(|t| t.rid).collect();
-                    self.fail_all(&rids, &message);
-                }
-            }
-            return true;
-        }
-        if outcome.reason() != FailureReason::ALLOCATION_FAILED {
-            return self.hold(outcome.request_id(), &message);
-        }
-        if let Some(rid) = self.scheduler.give_way() {
-            tracing::debug!(%rid, "gives way: {message}");
-            self.preempt(rid);
-            return true;
-        }
-        let rids: Vec<_> = self.turns.iter().map(|t| t.rid).collect();
-        self.fail_all(&rids, &format!("{message}, though nothing else runs"));
-        true
-    }
-
-    /// Leaves a request that has to wait out of this step; `true` when the rest may be tried. When
-    /// nobody can run, waits a little, and at last fails what has waited too long.
-    fn hold(&mut self, rid: RequestId, message: &str) -> bool {
-        if self.turns.len() > 1 && self.turns.iter().any(|t| t.rid == rid) {
-            self.held.push(rid);
-            return true;
-        }
-        let since = *self.stalled.get_or_insert_with(Instant::now);
-        if since.elapsed() < MAX_STALL {
-            std::thread::sleep(Duration::from_millis(1));
-            return false;
-        }
-        self.stalled = None;
-        let rids: Vec<_> = self.turns.iter().map(|t| t.rid).collect();
-        self.fail_all(&rids, &format!("{message}, for {} seconds", MAX_STALL.as_secs()));
-        true
-    }
-
-    /// Takes a request's state out of all resources; it is computed again later.
-    fn preempt(&mut self, rid: RequestId) {
-        self.drop_stage();
-        let Some(request) = self.requests.get_mut(rid) else { return };
-        if request.computed == 0 {
-            return;
-        }
-        request.computed = 0;
-        request.prefix_resolved = false;
-        self.stats.preemptions += 1;
-        for entry in self.runner.resources().entries().iter().rev() {
-            if let Err(e) = entry.resource().reset_request(rid, true) {
-                tracing::error!(resource = entry.key, "reset_request failed: {e}");
-            }
-        }
-    }
-
     fn fail_all(&mut self, rids: &[RequestId], message: &str) {
         for &rid in rids {
             self.fail(rid, message);
@@ -542,62 +401,4 @@ impl Engine {
             }
         }
     }
-}
-
-/// The kind that a request's sampling settings go to.
-const SAMPLER_KIND: &str = "sampler";
-
-/// How long a step may wait for a resource while nothing else can run.
-const MAX_STALL: Duration = Duration::from_secs(60);
-
-/// Most alternatives reported per token.
-const MAX_LOGPROBS: u32 = 1000;
-
-fn to_text(config: Map<String, Value>) -> String {
-    if config.is_empty() { String::new() } else { Value::Object(config).to_string() }
-}
-
-/// Root of the prefix cache: what every stored page depends on beyond its own tokens. Parts are
-/// tagged and carry their length, so that no two lists of parts give the same bytes.
-fn prefix_root(identity: &[u8; 32], resources: &ResourceSet, own: &[usize]) -> [u8; 32] {
-    let mut hash = blake3::Hasher::new_derive_key("engine-host prefix root 1");
-    hash.update(identity);
-    for &i in own {
-        let entry = &resources.entries()[i];
-        let Some(print) = entry.resource().fingerprint() else { continue };
-        for part in [entry.kind.as_bytes(), &print] {
-            hash.update(&(part.len() as u64).to_le_bytes()).update(part);
-        }
-    }
-    *hash.finalize().as_bytes()
-}
-
-/// Asks every resource of the node how much of the request it holds already, and has all of them
-/// skip what all can. At least one token is left to compute.
-fn skip_cached_prefix(
-    resources: &ResourceSet,
-    request: &mut Tracked,
-    node: NodeId,
-    walk: WalkId,
-) -> resource_api::Result<()> {
-    if request.prefix_resolved || request.computed > 0 {
-        return Ok(());
-    }
-    request.prefix_resolved = true;
-    let rid = request.rid;
-    let mut agreed: Option<u32> = None;
-    for entry in resources.entries() {
-        if let Some(len) = entry.resource().resolve_cached_prefix(rid, node, walk)? {
-            agreed = Some(agreed.map_or(len, |a| a.min(len)));
-        }
-    }
-    let Some(matched) = agreed.filter(|&m| m > 0) else { return Ok(()) };
-    let matched = matched.min(request.tokens.len() as u32 - 1);
-    let inputs = PrefixInputs::new(&request.tokens);
-    for entry in resources.entries() {
-        entry.resource().apply_cached_prefix(rid, node, walk, &inputs, matched)?;
-    }
-    request.computed = matched as usize;
-    request.cached = request.cached.max(request.computed.min(request.prompt_len));
-    Ok(())
 }

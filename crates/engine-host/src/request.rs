@@ -1,6 +1,7 @@
 //! A request as the engine keeps it, and what it reports about it.
 
 use std::collections::BTreeMap;
+use std::time::{Duration, Instant};
 
 use resource_api::RequestId;
 use serde_json::{Map, Value};
@@ -18,6 +19,9 @@ pub struct GenerateRequest {
     pub stop_token_ids: Vec<u32>,
     /// How many of the best tokens to report with each generated one.
     pub logprobs: Option<u32>,
+    /// How long the request may take, waiting included; then it fails and its memory is free within a
+    /// step.
+    pub timeout: Option<Duration>,
     /// Sampling settings that the request names (`temperature`, `top_k`, ...); they go to the
     /// sampler of the node, which has defaults for the rest.
     pub sampling: Map<String, Value>,
@@ -84,6 +88,7 @@ pub enum Event {
 #[derive(Debug)]
 pub(crate) struct Tracked {
     pub rid: RequestId,
+    pub deadline: Option<Instant>,
     /// Prompt and generated tokens.
     pub tokens: Vec<u32>,
     pub prompt_len: usize,
@@ -185,6 +190,10 @@ impl Requests {
         self.slots.get_mut(rid.index())?.as_mut().filter(|r| r.rid == rid)
     }
 
+    pub fn iter(&self) -> impl Iterator<Item = &Tracked> {
+        self.slots.iter().flatten()
+    }
+
     pub fn remove(&mut self, rid: RequestId) -> Option<Tracked> {
         self.get(rid)?;
         self.free.push(rid.slot);
@@ -204,6 +213,7 @@ mod tests {
     fn tracked(rid: RequestId) -> Tracked {
         Tracked {
             rid,
+            deadline: None,
             tokens: vec![1, 2, 3],
             prompt_len: 3,
             computed: 0,

@@ -165,6 +165,7 @@ mod tests {
                 let rid = requests.next_id();
                 requests.insert(Tracked {
                     rid,
+                    deadline: None,
                     tokens: vec![0; len],
                     prompt_len: len,
                     computed: 0,

@@ -24,7 +24,7 @@ pub fn run(args: &GenerateArgs) -> Result<ExitCode> {
     let Some(path) = &args.prompts else {
         let mut all = defaults;
         all.extend(single(args));
-        return run_single(&mut load(&args.config)?, all);
+        return run_single(&mut load(&args.config)?, all, args.explain);
     };
     // Before the model is loaded: a name that is wrong should not take seconds to be told.
     File::open(path).map_err(|e| Error::usage(format!("cannot read {}: {e}", path.display())))?;
@@ -37,7 +37,7 @@ pub fn run(args: &GenerateArgs) -> Result<ExitCode> {
     };
     let mut loaded = load(&args.config)?;
     let jobs = jobs::read_file(path, &defaults, &loaded.model)?;
-    run_batch(&mut loaded, jobs, &mut output)
+    run_batch(&mut loaded, jobs, &mut output, args.explain)
 }
 
 /// What clap cannot say of these arguments.
@@ -82,7 +82,7 @@ fn load(config: &ConfigArg) -> Result<Loaded> {
     loaded
 }
 
-fn run_single(loaded: &mut Loaded, fields: Map<String, Value>) -> Result<ExitCode> {
+fn run_single(loaded: &mut Loaded, fields: Map<String, Value>, tell: bool) -> Result<ExitCode> {
     let request = jobs::request(fields, &loaded.model)?;
     let tokenizer = loaded.model.tokenizer.clone();
     let mut text = Detokenizer::after(tokenizer, true, &request.prompt);
@@ -101,6 +101,7 @@ fn run_single(loaded: &mut Loaded, fields: Map<String, Value>) -> Result<ExitCod
             };
             write(&mut out, piece.as_bytes())?;
         }
+        explain(loaded, tell);
     }
     write(&mut out, b"\n")?;
     drop(out);
@@ -118,7 +119,12 @@ struct Slot {
 
 /// Runs all requests as one batch. Results come in the order of the input, each as soon as it and
 /// all before it are there.
-fn run_batch(loaded: &mut Loaded, jobs: Vec<Job>, output: &mut dyn Write) -> Result<ExitCode> {
+fn run_batch(
+    loaded: &mut Loaded,
+    jobs: Vec<Job>,
+    output: &mut dyn Write,
+    tell: bool,
+) -> Result<ExitCode> {
     let tokenizer = loaded.model.tokenizer.clone();
     let mut running: HashMap<RequestId, (usize, Detokenizer)> = HashMap::new();
     let mut slots = Vec::with_capacity(jobs.len());
@@ -173,6 +179,7 @@ fn run_batch(loaded: &mut Loaded, jobs: Vec<Job>, output: &mut dyn Write) -> Res
             running.remove(rid);
             bar.inc(1);
         }
+        explain(loaded, tell);
     }
     bar.finish_and_clear();
     note!("{}", report::figures(&loaded.engine));
@@ -182,6 +189,12 @@ fn run_batch(loaded: &mut Loaded, jobs: Vec<Job>, output: &mut dyn Write) -> Res
         return Ok(ExitCode::FAILURE);
     }
     Ok(ExitCode::SUCCESS)
+}
+
+fn explain(loaded: &Loaded, tell: bool) {
+    for refusal in loaded.engine.refusals().iter().filter(|_| tell) {
+        note!("{refusal}");
+    }
 }
 
 fn progress(requests: u64) -> ProgressBar {

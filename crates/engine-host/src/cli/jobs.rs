@@ -1,6 +1,7 @@
 //! Requests as `generate` reads them: one JSON object each.
 
 use std::path::Path;
+use std::time::Duration;
 
 use model::{ChatInput, ModelPackage};
 use serde_json::{Map, Value};
@@ -13,7 +14,7 @@ use crate::suggest;
 const SAMPLING: [&str; 6] =
     ["temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed"];
 /// All others.
-const OWN: [&str; 11] = [
+const OWN: [&str; 12] = [
     "id",
     "prompt",
     "messages",
@@ -23,6 +24,7 @@ const OWN: [&str; 11] = [
     "ignore_eos",
     "logprobs",
     "stop_token_ids",
+    "timeout",
     "tools",
     "overrides",
 ];
@@ -107,6 +109,9 @@ pub fn request(fields: Map<String, Value>, model: &ModelPackage) -> Result<Gener
         ignore_eos: field(&fields, "ignore_eos", "true or false", Value::as_bool)?.unwrap_or(false),
         stop_token_ids: ids(&fields, "stop_token_ids")?.unwrap_or_default(),
         logprobs: number(&fields, "logprobs")?,
+        timeout: field(&fields, "timeout", "seconds above 0", |v| {
+            v.as_f64().filter(|&s| s > 0.0).and_then(|s| Duration::try_from_secs_f64(s).ok())
+        })?,
         ..GenerateRequest::default()
     };
     let is_set = |v: &Value| !v.is_null();

@@ -1,0 +1,159 @@
+//! Taking requests in: what is checked, what the resources learn, and what is skipped because a cache
+//! holds it already.
+
+use std::time::Instant;
+
+use resource_api::{NodeId, PrefixInputs, RequestId, RequestOverrides, Resource, WalkId};
+use serde_json::{Map, Value};
+
+use super::Engine;
+use crate::error::{Error, ErrorKind, Result};
+use crate::request::{GenerateRequest, Tracked};
+use crate::resources::ResourceSet;
+
+/// The kind that a request's sampling settings go to.
+const SAMPLER_KIND: &str = "sampler";
+
+/// Most alternatives reported per token.
+const MAX_LOGPROBS: u32 = 1000;
+
+impl Engine {
+    /// Takes a request in. Its events come from later calls of [`Engine::step`].
+    ///
+    /// # Errors
+    /// A request that is wrong, or that could never fit, with the limit; nothing is left over.
+    pub fn submit(&mut self, request: GenerateRequest) -> Result<RequestId> {
+        let room = self.check(&request)?;
+        let rid = self.requests.next_id();
+        let max_tokens = request.max_tokens.min(room);
+        if let Err(e) = self.ingest(rid, &request, max_tokens) {
+            self.remove_from_resources(rid);
+            self.requests.burn(rid);
+            return Err(e);
+        }
+        let deadline = request.timeout.and_then(|t| Instant::now().checked_add(t));
+        if let Some(deadline) = deadline {
+            let next = self.next_deadline.map_or(deadline, |next| next.min(deadline));
+            self.next_deadline = Some(next);
+        }
+        self.requests.insert(Tracked {
+            rid,
+            deadline,
+            prompt_len: request.prompt.len(),
+            tokens: request.prompt,
+            computed: 0,
+            in_step: 0,
+            cached: 0,
+            prefix_resolved: false,
+            max_tokens,
+            ignore_eos: request.ignore_eos,
+            stop_token_ids: request.stop_token_ids,
+            logprobs: request.logprobs,
+        });
+        self.scheduler.enqueue(rid);
+        Ok(rid)
+    }
+
+    /// Checks what needs no resource, and answers how many tokens may be generated at most.
+    fn check(&self, request: &GenerateRequest) -> Result<u32> {
+        let max_len = self.limits.max_model_len as usize;
+        let len = request.prompt.len();
+        if len == 0 {
+            return Err(Error::usage("the prompt has no tokens"));
+        }
+        if let Some(id) = request.prompt.iter().find(|&&id| id as usize >= self.model.vocab) {
+            return Err(Error::usage(format!(
+                "the prompt has token id {id}; ids of this model are below {}",
+                self.model.vocab
+            )));
+        }
+        if request.max_tokens == 0 {
+            return Err(Error::usage("max_tokens must be at least 1"));
+        }
+        if len >= max_len {
+            return Err(Error::usage(format!(
+                "the prompt has {len} tokens; with one generated token it would exceed \
+                 max_model_len = {max_len}"
+            )));
+        }
+        let most = self.model.vocab.min(MAX_LOGPROBS as usize);
+        if let Some(k) = request.logprobs.filter(|&k| k as usize > most) {
+            return Err(Error::usage(format!("logprobs must be at most {most}, got {k}")));
+        }
+        Ok((max_len - len) as u32)
+    }
+
+    fn ingest(&self, rid: RequestId, request: &GenerateRequest, max_tokens: u32) -> Result<()> {
+        let entries = self.runner.resources().entries();
+        if let Some(key) =
+            request.overrides.keys().find(|key| !entries.iter().any(|e| e.key == **key))
+        {
+            let keys = entries.iter().map(|e| e.key.as_str());
+            return Err(Error::usage(format!(
+                "overrides name resource {key:?}, which does not exist{}",
+                crate::suggest::did_you_mean(key, keys)
+            )));
+        }
+        for entry in entries {
+            let mut config = request.overrides.get(&entry.key).cloned().unwrap_or_default();
+            if entry.kind == SAMPLER_KIND {
+                config.extend(request.sampling.clone());
+            }
+            let text = to_text(config);
+            let overrides = RequestOverrides::new(&text, &request.prompt, max_tokens);
+            entry.resource().ingest_request(rid, &overrides).map_err(|e| {
+                Error::new(ErrorKind::from(e.kind()), format!("resource `{}`: {e}", entry.key))
+            })?;
+        }
+        Ok(())
+    }
+}
+
+fn to_text(config: Map<String, Value>) -> String {
+    if config.is_empty() { String::new() } else { Value::Object(config).to_string() }
+}
+
+/// Root of the prefix cache: what every stored page depends on beyond its own tokens. Parts are
+/// tagged and carry their length, so that no two lists of parts give the same bytes.
+pub(super) fn prefix_root(identity: &[u8; 32], resources: &ResourceSet, own: &[usize]) -> [u8; 32] {
+    let mut hash = blake3::Hasher::new_derive_key("engine-host prefix root 1");
+    hash.update(identity);
+    for &i in own {
+        let entry = &resources.entries()[i];
+        let Some(print) = entry.resource().fingerprint() else { continue };
+        for part in [entry.kind.as_bytes(), &print] {
+            hash.update(&(part.len() as u64).to_le_bytes()).update(part);
+        }
+    }
+    *hash.finalize().as_bytes()
+}
+
+/// Asks every resource of the node how much of the request it holds already, and has all of them
+/// skip what all can. At least one token is left to compute.
+pub(super) fn skip_cached_prefix(
+    resources: &ResourceSet,
+    request: &mut Tracked,
+    node: NodeId,
+    walk: WalkId,
+) -> resource_api::Result<()> {
+    if request.prefix_resolved || request.computed > 0 {
+        return Ok(());
+    }
+    request.prefix_resolved = true;
+    let rid = request.rid;
+    let mut agreed: Option<u32> = None;
+    for entry in resources.entries() {
+        if let Some(len) = entry.resource().resolve_cached_prefix(rid, node, walk)? {
+            agreed = Some(agreed.map_or(len, |a| a.min(len)));
+        }
+    }
+    let Some(matched) = agreed.filter(|&m| m > 0) else { return Ok(()) };
+    let matched = matched.min(request.tokens.len() as u32 - 1);
+    let inputs = PrefixInputs::new(&request.tokens);
+    for entry in resources.entries() {
+        entry.resource().apply_cached_prefix(rid, node, walk, &inputs, matched)?;
+    }
+    request.computed = matched as usize;
+    request.cached = request.cached.max(request.computed.min(request.prompt_len));
+    Ok(())
+}

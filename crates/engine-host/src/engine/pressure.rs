@@ -1,0 +1,178 @@
+//! When a step does not fit: who gives way, who waits, who fails, and how that is told.
+
+use std::fmt;
+use std::time::{Duration, Instant};
+
+use resource_api::{FailureReason, HostServices, LabelId, RequestId, Resource};
+
+use super::Engine;
+use crate::runner::FullAdmitOutcome;
+
+/// How long a step may wait for a resource while nothing else can run.
+const MAX_STALL: Duration = Duration::from_secs(60);
+
+/// A resource refused a step: what was missing, and what was done about it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Refusal {
+    /// Key of the resource.
+    pub resource: String,
+    /// Why.
+    pub reason: FailureReason,
+    /// The request it is about.
+    pub request: RequestId,
+    /// Its stream.
+    pub label: LabelId,
+    /// How much was needed, in the resource's own unit (pages, slots).
+    pub need: u64,
+    /// How much was there.
+    pub have: u64,
+    /// The resource's own line.
+    pub message: String,
+    /// What the engine did, and so what the request waits for.
+    pub remedy: Remedy,
+}
+
+/// What the engine does about a refusal.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Remedy {
+    /// This request gave its room back. It is computed again once a running request has ended.
+    GaveWay(RequestId),
+    /// The request is left out until the resource has it ready; the others go on.
+    Held,
+    /// The step is tried again as it is: nothing else could run.
+    Retried,
+    /// The request, or when none is to blame the whole step, fails.
+    Failed,
+}
+
+impl fmt::Display for Refusal {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "resource `{}`: {}", self.resource, self.message)?;
+        match self.remedy {
+            Remedy::GaveWay(rid) => {
+                write!(f, "; request {rid} gives way, and goes on when a running one has ended")
+            }
+            Remedy::Held => write!(f, "; request {} waits for it", self.request),
+            Remedy::Retried => f.write_str("; the step is tried again"),
+            Remedy::Failed => f.write_str("; that ends it"),
+        }
+    }
+}
+
+impl Engine {
+    /// What resources refused in the last call of [`step`](Self::step), in order.
+    pub fn refusals(&self) -> &[Refusal] {
+        &self.refusals
+    }
+
+    /// Has the youngest running request give way, as a lack of room would: its state leaves all
+    /// resources, and it is computed again from its tokens. `None` when fewer than two run.
+    pub fn preempt_youngest(&mut self) -> Option<RequestId> {
+        let rid = self.scheduler.give_way()?;
+        self.scheduler.let_join();
+        self.preempt(rid);
+        Some(rid)
+    }
+
+    /// Makes room after a refusal; `false` when the step should be tried again later.
+    pub(super) fn relieve(&mut self, why: &FullAdmitOutcome) -> bool {
+        let outcome = &why.outcome;
+        let (need, have) = outcome.amounts();
+        let mut refusal = Refusal {
+            resource: why.failed_resource.clone().unwrap_or_else(|| "?".into()),
+            reason: outcome.reason(),
+            request: outcome.request_id(),
+            label: outcome.label(),
+            need,
+            have,
+            message: outcome.message(),
+            remedy: Remedy::Failed,
+        };
+        let message = format!("resource `{}`: {}", refusal.resource, refusal.message);
+        let (remedy, again) = match refusal.reason {
+            FailureReason::RUNTIME_ERROR => self.fail_culprit(refusal.request, &message),
+            FailureReason::ALLOCATION_FAILED => match self.scheduler.give_way() {
+                Some(rid) => {
+                    self.preempt(rid);
+                    (Remedy::GaveWay(rid), true)
+                }
+                None => {
+                    self.fail_turns(&format!("{message}, though nothing else runs"));
+                    (Remedy::Failed, true)
+                }
+            },
+            _ => self.hold(refusal.request, &message),
+        };
+        refusal.remedy = remedy;
+        tracing::debug!("{refusal}");
+        self.services.count(&refusal.resource, "refusals", 1);
+        self.refusals.push(refusal);
+        again
+    }
+
+    fn fail_culprit(&mut self, culprit: RequestId, message: &str) -> (Remedy, bool) {
+        match self.turns.iter().any(|t| t.rid == culprit) {
+            true => self.fail(culprit, message),
+            false => self.fail_turns(message),
+        }
+        (Remedy::Failed, true)
+    }
+
+    fn fail_turns(&mut self, message: &str) {
+        let rids: Vec<_> = self.turns.iter().map(|t| t.rid).collect();
+        self.fail_all(&rids, message);
+    }
+
+    /// Leaves a request that has to wait out of this step, and says whether the rest may be tried. When
+    /// nobody can run, waits a little, and at last fails what has waited too long.
+    fn hold(&mut self, rid: RequestId, message: &str) -> (Remedy, bool) {
+        if self.turns.len() > 1 && self.turns.iter().any(|t| t.rid == rid) {
+            self.held.push(rid);
+            return (Remedy::Held, true);
+        }
+        let since = *self.stalled.get_or_insert_with(Instant::now);
+        if since.elapsed() < MAX_STALL {
+            std::thread::sleep(Duration::from_millis(1));
+            return (Remedy::Retried, false);
+        }
+        self.stalled = None;
+        self.fail_turns(&format!("{message}, for {} seconds", MAX_STALL.as_secs()));
+        (Remedy::Failed, true)
+    }
+
+    /// Takes a request's state out of all resources; it is computed again later.
+    pub(super) fn preempt(&mut self, rid: RequestId) {
+        self.drop_stage();
+        let Some(request) = self.requests.get_mut(rid) else { return };
+        if request.computed == 0 {
+            return;
+        }
+        request.computed = 0;
+        request.prefix_resolved = false;
+        self.stats.preemptions += 1;
+        for entry in self.runner.resources().entries().iter().rev() {
+            if let Err(e) = entry.resource().reset_request(rid, true) {
+                tracing::error!(resource = entry.key, "reset_request failed: {e}");
+            }
+        }
+    }
+
+    /// Fails the requests whose time is up.
+    pub(super) fn enforce_deadlines(&mut self) {
+        let Some(next) = self.next_deadline else { return };
+        let now = Instant::now();
+        if now < next {
+            return;
+        }
+        let late: Vec<_> = self
+            .requests
+            .iter()
+            .filter(|r| r.deadline.is_some_and(|d| d <= now))
+            .map(|r| (r.rid, r.generated()))
+            .collect();
+        for (rid, generated) in late {
+            self.fail(rid, &format!("the request's time is up, after {generated} tokens"));
+        }
+        self.next_deadline = self.requests.iter().filter_map(|r| r.deadline).min();
+    }
+}
