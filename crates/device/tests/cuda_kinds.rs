@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use device::cuda::{
     Columns, Context, DeviceBuffer, KvPool, LastRows, PageTable, Places, RopePhases, Stream,
-    part_of,
+    part_of, read_column,
 };
 use device::ops::RopeLayout;
 use half::bf16;
@@ -182,30 +182,12 @@ fn tables_take_changes_and_columns_keep_their_places() {
     table.apply(&stream, part_of(changes, 2, 2).unwrap()).unwrap();
     let mut want = vec![0u32; 100];
     (want[7], want[99]) = (70, 1);
-    assert_eq!(read_column(&context, &stream, table.column()), want);
+    assert_eq!(read_column(&context, table.column()).unwrap(), want);
 
     // What outgrows its room moves, and the old place stays readable.
     columns.upload(&stream, &[&[1, 2, 3, 4], &[]]).unwrap();
-    assert_eq!(read_column(&context, &stream, columns.column(0, 4).unwrap()), [1, 2, 3, 4]);
-    assert_eq!(read_column(&context, &stream, changes)[..2], [7, 70]);
+    assert_eq!(read_column(&context, columns.column(0, 4).unwrap()).unwrap(), [1, 2, 3, 4]);
+    assert_eq!(read_column(&context, changes).unwrap()[..2], [7, 70]);
     assert!(columns.column(0, 5).is_err() && columns.column(2, 0).is_err());
     assert!(columns.upload(&stream, &[&[1]]).is_err());
-}
-
-/// A column's elements, as rows picked out of a table of all numbers below 128.
-fn read_column(
-    context: &Arc<Context>,
-    stream: &Stream,
-    column: resource_api::DeviceColumn<u32>,
-) -> Vec<u32> {
-    let table: Vec<u32> = (0..128).flat_map(|i| [i; 4]).collect();
-    let table = DeviceBuffer::from_slice(context, &table).unwrap();
-    let mut ones = Columns::new(context, &[column.len()]).unwrap();
-    ones.upload(stream, &[&vec![1; column.len()]]).unwrap();
-    let mut out = DeviceBuffer::<u32>::new(context, column.len() * 4).unwrap();
-    let out_view = &mut out.view_mut(&[column.len(), 4]).unwrap();
-    let table = table.view(&[128, 4]).unwrap();
-    let ones = ones.column(0, column.len()).unwrap();
-    LastRows::new(context).unwrap().pick(stream, &table, column, ones, out_view).unwrap();
-    out.to_vec().unwrap().chunks(4).map(|row| row[0]).collect()
 }

@@ -2,8 +2,10 @@
 
 use std::sync::Arc;
 
+use cudarc::driver::sys;
 use resource_api::DeviceColumn;
 
+use super::check::driver as check;
 use super::context::Context;
 use super::memory::{DeviceBuffer, PinnedBuffer};
 use super::stream::Stream;
@@ -94,7 +96,10 @@ impl Columns {
     /// # Errors
     /// [`Error::OutOfRange`] past the column's room.
     pub fn column(&self, which: usize, len: usize) -> Result<DeviceColumn<u32>> {
-        let room = self.room.get(which).copied().unwrap_or(0);
+        let Some(&room) = self.room.get(which) else {
+            let (index, limit) = (which, self.room.len());
+            return Err(Error::OutOfRange { what: "column", index, limit });
+        };
         if len > room {
             return Err(Error::OutOfRange { what: "end of a column", index: len, limit: room });
         }
@@ -102,6 +107,23 @@ impl Columns {
         // SAFETY: inside the allocation (checked), which this value keeps.
         Ok(unsafe { DeviceColumn::from_raw(address, len) })
     }
+}
+
+/// A column's elements, once the device has done everything it was given. For tests and tools; not under
+/// capture.
+///
+/// # Errors
+/// [`Error::Cuda`].
+pub fn read_column(context: &Context, column: DeviceColumn<u32>) -> Result<Vec<u32>> {
+    let mut values = vec![0u32; column.len()];
+    context.synchronize()?;
+    if !values.is_empty() {
+        let to = values.as_mut_ptr().cast();
+        // SAFETY: the column promises that many elements, and so has `values`.
+        let code = unsafe { sys::cuMemcpyDtoH_v2(to, column.address(), 4 * column.len()) };
+        check("cuMemcpyDtoH", code)?;
+    }
+    Ok(values)
 }
 
 /// Elements `first..first + len` of a column.

@@ -161,6 +161,39 @@ impl KvPool {
         unsafe { self.read.launch(stream, self.grid(tokens, 2 * heads * dim), &args) }
     }
 
+    /// As [`KvPool::read`], into contiguous f32 tensors in host memory. Allocates and waits: for tests
+    /// and tools.
+    ///
+    /// # Errors
+    /// As for [`KvPool::write`].
+    pub fn read_to_host(
+        &self,
+        stream: &Stream,
+        layer: u32,
+        places: Places,
+        k: &mut TensorViewMut<'_>,
+        v: &mut TensorViewMut<'_>,
+    ) -> Result<()> {
+        let tokens = places.page.len().min(places.slot.len());
+        let shape = [tokens, self.facts.num_kv_heads as usize, self.facts.head_dim as usize];
+        let elements = shape.iter().product();
+        let mut there_k = DeviceBuffer::<f32>::new(&self.context, elements)?;
+        let mut there_v = DeviceBuffer::<f32>::new(&self.context, elements)?;
+        let (mut k_view, mut v_view) = (there_k.view_mut(&shape)?, there_v.view_mut(&shape)?);
+        self.read(stream, layer, places, &mut k_view, &mut v_view)?;
+        let to_host = |from: DeviceBuffer<f32>, to: &mut TensorViewMut<'_>| {
+            let to = to.as_mut_slice::<f32>().and_then(|to| to.get_mut(..elements));
+            let Some(to) = to else {
+                let what = format!("need contiguous f32 {shape:?} in host memory");
+                return refuse("tensor to read into", what);
+            };
+            to.copy_from_slice(&from.to_vec()?);
+            Ok(())
+        };
+        to_host(there_k, k)?;
+        to_host(there_v, v)
+    }
+
     /// Copies all layers of page `from` to page `to`, later.
     ///
     /// # Errors

@@ -39,7 +39,7 @@ pub use attention::{AttentionRows, AttentionRule, AttentionShape, PagedAttention
 pub use blas::{Blas, Into};
 pub use budget::Budget;
 pub use cache::{KernelCache, SHIPPED_ENV};
-pub use columns::{Columns, part_of};
+pub use columns::{Columns, part_of, read_column};
 pub use compile::{KernelUse, compile, compile_and_report, compiler_version};
 pub use context::{Context, DeviceFacts, devices};
 pub use event::Event;
