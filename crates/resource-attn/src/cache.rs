@@ -40,6 +40,16 @@ impl Cache {
         self.facts.head_dim
     }
 
+    /// Element type.
+    pub fn dtype(&self) -> DType {
+        self.facts.dtype
+    }
+
+    /// Longest stream in tokens.
+    pub fn max_seq_len(&self) -> u32 {
+        self.facts.max_seq_len
+    }
+
     /// Query heads.
     pub fn query_heads(&self) -> usize {
         self.facts.num_qo_heads as usize
@@ -85,15 +95,12 @@ fn check(facts: &KvFacts, device: Device) -> Result<()> {
             facts.head_dim, facts.page_size
         )));
     }
-    if ![DType::F32, DType::F16, DType::BF16].contains(&facts.dtype) {
+    let known = [DType::F32, DType::F16, DType::BF16];
+    if !known.contains(&facts.dtype) && (device.is_cpu() || facts.dtype != DType::F8E4M3) {
         return Err(ResourceError::unsupported(format!(
-            "attention reads f32, f16 and bf16, not {}: set kv_dtype to one of them",
+            "attention reads f32, f16 and bf16, on a CUDA device also fp8, not {}: set kv_dtype to \
+             one of them",
             facts.dtype.name()
-        )));
-    }
-    if !device.is_cpu() {
-        return Err(ResourceError::unsupported(format!(
-            "attention runs on the CPU so far, not on {device}: set device = \"cpu\""
         )));
     }
     Ok(())

@@ -2,6 +2,7 @@
 
 use crate::cache::Cache;
 use crate::cpu;
+use crate::cuda::{self, Cuda};
 use crate::layout::{Layout, Shape};
 use crate::plan::AttentionPlan;
 use crate::spec::{CrossAttentionSettings, Scoring};
@@ -29,6 +30,8 @@ pub struct PagedCrossAttention {
     scoring: Scoring,
     shape: Shape,
     plans: PlanSlots<AttentionPlan>,
+    /// Where the engine runs on a CUDA device.
+    cuda: Option<Cuda>,
     index: u32,
     host: HostServicesHandle,
 }
@@ -66,7 +69,9 @@ impl ResourceKind for PagedCrossAttention {
             Scoring::new(cache.head_dim(), settings.sm_scale, None, None).map_err(within)?;
         let (block_tokens, threads) = (cache.block_tokens(), info.host.threads());
         let shape = Shape { window: None, block_tokens, threads };
+        let cuda = (!info.device.is_cpu()).then(|| Cuda::new(info, &cache)).transpose();
         Ok(Self {
+            cuda: cuda.map_err(within)?,
             context: info.host.label_id(&settings.context_label),
             settings,
             cache,
@@ -127,7 +132,7 @@ impl Resource for PagedCrossAttention {
                 None => self.rows_of_step(step, &mut contexts, &mut layout)?,
             }
             layout.finish(&self.shape);
-            Ok(())
+            self.cuda.as_ref().map_or(Ok(()), |cuda| cuda.upload(ctx, plan, kv))
         })
     }
 }
@@ -231,15 +236,13 @@ impl CrossAttention for PagedCrossAttention {
     ) -> Result<()> {
         let plan: &AttentionPlan = ctx.plan_result(self.index)?;
         let group = plan.group(label, |l| self.host.label_name(l))?;
-        let work = cpu::Work {
-            plan,
-            group,
-            kv: self.cache.plan(ctx)?,
-            cache: &self.cache,
-            scoring: &self.scoring,
-            planned_window: None,
-            host: &self.host,
-        };
+        let (kv, cache, scoring) = (self.cache.plan(ctx)?, &self.cache, &self.scoring);
+        if let Some(cuda) = &self.cuda {
+            let work = cuda::Work { ctx, plan, group, kv, cache, scoring };
+            return cuda.run(&work, layer, q, out);
+        }
+        let work =
+            cpu::Work { plan, group, kv, cache, scoring, planned_window: None, host: &self.host };
         cpu::attend(&work, layer, q, out)
     }
 }

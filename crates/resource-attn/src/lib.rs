@@ -21,6 +21,7 @@
 mod cache;
 mod cpu;
 mod cross;
+mod cuda;
 mod layout;
 mod plan;
 mod resource;
@@ -28,6 +29,7 @@ mod spec;
 
 pub use cpu::CHUNK;
 pub use cross::PagedCrossAttention;
+pub use cuda::RowColumns;
 pub use plan::{AttentionPlan, Block, Group, Row};
 pub use resource::PagedAttention;
 pub use spec::{AttentionSettings, Backend, CrossAttentionSettings};

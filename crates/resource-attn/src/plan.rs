@@ -1,5 +1,6 @@
 //! What a step's plan says: which token reads how much of which stream, in which blocks.
 
+use crate::cuda::RowColumns;
 use abi_stable::StableAbi;
 use resource_api::{LabelId, PlanVec, ResourceError, Result, Typed};
 use std::num::NonZeroU32;
@@ -25,6 +26,8 @@ pub struct AttentionPlan {
     /// How often `blocks` was laid out: a step whose rows are those of the slot's last step keeps
     /// its blocks.
     pub layouts: u32,
+    /// `rows` on the device.
+    pub device: RowColumns,
 }
 
 impl Typed for AttentionPlan {

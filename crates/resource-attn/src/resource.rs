@@ -2,6 +2,7 @@
 
 use crate::cache::Cache;
 use crate::cpu;
+use crate::cuda::{self, Cuda, RowColumns};
 use crate::layout::{Layout, Shape};
 use crate::plan::AttentionPlan;
 use crate::spec::{AttentionSettings, Scoring};
@@ -23,6 +24,8 @@ pub struct PagedAttention {
     scoring: Scoring,
     shape: Shape,
     plans: PlanSlots<AttentionPlan>,
+    /// Where the engine runs on a CUDA device.
+    cuda: Option<Cuda>,
     index: u32,
     host: HostServicesHandle,
 }
@@ -54,8 +57,10 @@ impl ResourceKind for PagedAttention {
         let window = sliding_window.filter(|_| settings.full_layers.is_empty());
         let (block_tokens, threads) = (cache.block_tokens(), info.host.threads());
         let shape = Shape { window, block_tokens, threads };
+        let cuda = (!info.device.is_cpu()).then(|| Cuda::new(info, &cache)).transpose();
         let (index, host) = (info.index, info.host.clone());
-        Ok(Self { settings, cache, scoring, shape, plans: PlanSlots::new(), index, host })
+        let (cuda, plans) = (cuda.map_err(within)?, PlanSlots::new());
+        Ok(Self { settings, cache, scoring, shape, plans, cuda, index, host })
     }
 
     fn capabilities(this: &Arc<Self>) -> Vec<Capability> {
@@ -99,6 +104,7 @@ impl Resource for PagedAttention {
         let kv = self.cache.plan(ctx)?;
         self.plans.plan(ctx, |plan| {
             lay_out(plan, kv, options.causal, &self.shape);
+            plan.device = RowColumns::of(kv);
             Ok(())
         })
     }
@@ -135,12 +141,17 @@ impl Attention for PagedAttention {
         if self.settings.full_layers.contains(&layer) {
             scoring.window = None;
         }
+        let (kv, cache, scoring) = (self.cache.plan(ctx)?, &self.cache, &scoring);
+        if let Some(cuda) = &self.cuda {
+            let work = cuda::Work { ctx, plan, group, kv, cache, scoring };
+            return cuda.run(&work, layer, q, out);
+        }
         let work = cpu::Work {
             plan,
             group,
-            kv: self.cache.plan(ctx)?,
-            cache: &self.cache,
-            scoring: &scoring,
+            kv,
+            cache,
+            scoring,
             planned_window: self.shape.window,
             host: &self.host,
         };
@@ -171,6 +182,9 @@ impl Attention for PagedAttention {
     ) -> Result<()> {
         let plan: &AttentionPlan = ctx.plan_result(self.index)?;
         let group = plan.group(label, |l| self.host.label_name(l))?;
-        cpu::select_last(plan.indptr(group), hidden, out)
+        match &self.cuda {
+            Some(cuda) => cuda.select_last(ctx, plan, group, hidden, out),
+            None => cpu::select_last(plan.indptr(group), hidden, out),
+        }
     }
 }

@@ -231,8 +231,8 @@ fn what_cannot_be_built_is_refused_in_one_line() {
     };
     let e = refusal(&Config::default(), |info| info.dependencies.clear());
     assert!(e.starts_with("[resources.attn]: `kv` is not a declared dependency"), "{e}");
-    let e = refusal(&Config::default(), |info| info.device = Device::cuda(0));
-    assert!(e.contains("not on cuda:0"), "{e}");
+    let e = refusal(&Config::default(), |info| info.device = Device { kind: 10, ordinal: 0 });
+    assert!(e.contains("device10:0 is not a CUDA device"), "{e}");
     let e = refusal(&Config { heads: 5, ..Config::default() }, |_| {});
     assert!(e.contains("5 query heads are no multiple of 2 key/value heads"), "{e}");
     let e = refusal(&Config { scale: Some(-1.0), ..Config::default() }, |_| {});

@@ -3,29 +3,26 @@
 //! a step with that stream is in flight.
 
 use resource_api::{
-    ErrorKind, KvCache, KvLayer, KvPlan, LabelId, RequestId, ResourceError, Result, StepContext,
-    TensorView, TensorViewMut,
+    ErrorKind, KvCache, KvGroup, KvLayer, KvPlan, LabelId, RequestId, ResourceError, Result,
+    StepContext, TensorView, TensorViewMut,
 };
 
-use crate::memory::Places;
 use crate::resource::Kv;
 use crate::stream::StreamId;
 
-/// Where the tokens of a label lie in this step.
-fn places<'a>(plan: &'a KvPlan, label: LabelId) -> Result<Places<'a>> {
-    let Some(group) = plan.group(label) else {
+/// The group of a label in this step.
+fn group(plan: &KvPlan, label: LabelId) -> Result<&KvGroup> {
+    plan.group(label).ok_or_else(|| {
         let planned: Vec<String> = plan.groups.iter().map(|g| g.label.0.to_string()).collect();
-        return Err(ResourceError::new(
+        ResourceError::new(
             ErrorKind::NOT_FOUND,
             format!(
                 "label {} is not planned in this step; planned: {}",
                 label.0,
                 planned.join(", ")
             ),
-        ));
-    };
-    let tokens = group.first_token as usize..(group.first_token + group.num_tokens) as usize;
-    Ok(Places { page: &plan.write_page[tokens.clone()], slot: &plan.write_slot[tokens] })
+        )
+    })
 }
 
 impl KvCache for Kv {
@@ -38,7 +35,8 @@ impl KvCache for Kv {
         v: &TensorView<'_>,
     ) -> Result<()> {
         let plan = ctx.plan_result::<KvPlan>(self.index)?;
-        self.shared.memory.write(&self.shared.host, layer, places(plan, label)?, k, v)
+        let group = group(plan, label)?;
+        self.shared.memory.write(ctx, &self.shared.host, layer, (plan, group), k, v)
     }
 
     fn read_kv(
@@ -50,7 +48,7 @@ impl KvCache for Kv {
         v: &mut TensorViewMut<'_>,
     ) -> Result<()> {
         let plan = ctx.plan_result::<KvPlan>(self.index)?;
-        self.shared.memory.read(layer, places(plan, label)?, k, v)
+        self.shared.memory.read(ctx, layer, (plan, group(plan, label)?), k, v)
     }
 
     fn layer_view(&self, layer: u32) -> Result<KvLayer<'_>> {

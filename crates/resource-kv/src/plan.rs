@@ -43,7 +43,11 @@ impl State {
                 let combined: &[CombinedLabel] = options.map_or(&[], |o| &o.combined_labels);
                 let (requests, seats) = (&mut self.requests, &mut self.seats);
                 let plan = plans.plan(ctx, |plan| {
-                    lay_out(plan, shared, record, requests, seats, ctx, combined)
+                    lay_out(plan, shared, record, requests, seats, ctx, combined)?;
+                    match seats.changes(ctx.slot() as usize) {
+                        Some(changes) => shared.memory.upload(ctx, plan, changes),
+                        None => Ok(()),
+                    }
                 })?;
                 record.plan = Some((*ctx.slot_lease(), plan));
                 plan

@@ -62,10 +62,6 @@ impl Kv {
     }
 
     fn build_checked(spec: &NodeResourceSpec<KvSpec>, info: &EngineResourceInfo) -> Result<Self> {
-        if !info.device.is_cpu() {
-            let what = format!("kind kv runs on the CPU only for now, not on {}", info.device);
-            return Err(ResourceError::unsupported(what));
-        }
         device::use_features_of(&info.host)?;
         let settings = &spec.settings;
         let shape = settings.shape(info)?;
@@ -74,7 +70,7 @@ impl Kv {
         let num_pages = settings.num_pages(&shape, info.limits.max_batch, page_bytes, free)?;
         let facts = lay_out(&shape, num_pages)?;
         let budget = Budget::take(&info.host, info.device, total_bytes(&facts))?;
-        let memory = KvMemory::new(facts)?;
+        let memory = KvMemory::new(facts, info)?;
         let state = State::new(&facts, info.limits.max_batch);
         let tokens = u64::from(num_pages - 1) * u64::from(facts.page_size);
         let message = format!(
@@ -109,7 +105,11 @@ impl Kv {
             prefix_salt: settings.prefix_cache.then(|| settings.prefix_cache_salt.clone()),
             _budget: budget,
         };
-        kv.with_state(|_, _| ());
+        kv.with_state(|state, shared| {
+            if shared.memory.takes_changes() {
+                state.seats.note_changes();
+            }
+        });
         Ok(kv)
     }
 }
@@ -239,6 +239,7 @@ impl Resource for Kv {
     }
 
     fn admit(&self, step: &ResourceStep<'_>, ctx: &StepContext<'_>) -> Result<AdmitOutcome> {
+        self.shared.memory.follow(ctx)?;
         self.with_state(|state, shared| state.admit(shared, step, ctx))
     }
 

@@ -3,6 +3,8 @@
 //! A stream has one seat, the row of it in the page tables of all slots. A slot remembers which pages
 //! of which page list it has written to a seat, so that a step writes only what is new there.
 
+use std::ops::Range;
+
 use resource_api::PlanVec;
 
 use crate::pool::SINK;
@@ -28,12 +30,15 @@ pub(crate) struct Seats {
     used: u32,
     free: Vec<u32>,
     slots: Vec<Vec<Written>>,
+    /// By slot, which entries of its table were written and not yet told to the device; `None` where
+    /// there is none.
+    changes: Option<Vec<Vec<Range<u32>>>>,
 }
 
 impl Seats {
     pub(crate) fn new(stride: u32, max_batch: u32) -> Self {
         let rows = max_batch.clamp(1, 1 << 16) + 1;
-        Seats { stride, rows, used: 1, free: Vec::new(), slots: Vec::new() }
+        Seats { stride, rows, used: 1, free: Vec::new(), slots: Vec::new(), changes: None }
     }
 
     /// The stream's seat; gives it one if it has none.
@@ -45,6 +50,16 @@ impl Seats {
             });
         }
         stream.seat
+    }
+
+    /// Notes from now on which entries of the tables are written.
+    pub(crate) fn note_changes(&mut self) {
+        self.changes = Some(Vec::new());
+    }
+
+    /// What was written to the slot's table since it was last emptied.
+    pub(crate) fn changes(&mut self, slot: usize) -> Option<&mut Vec<Range<u32>>> {
+        self.changes.as_mut()?.get_mut(slot)
     }
 
     /// Frees a seat.
@@ -68,6 +83,9 @@ impl Seats {
         if self.slots.len() <= slot {
             self.slots.resize_with(slot + 1, Vec::new);
         }
+        if let Some(changes) = self.changes.as_mut().filter(|c| c.len() <= slot) {
+            changes.resize_with(slot + 1, Vec::new);
+        }
         if self.slots[slot].len() < self.rows as usize {
             self.slots[slot].resize(self.rows as usize, Written::default());
         }
@@ -75,7 +93,8 @@ impl Seats {
 
     /// The rows of a slot, whose table has been given room.
     pub(crate) fn tables<'a>(&'a mut self, slot: usize, table: &'a mut [u32]) -> Tables<'a> {
-        Tables { stride: self.stride as usize, written: &mut self.slots[slot], table }
+        let changes = self.changes.as_mut().map(|changes| &mut changes[slot]);
+        Tables { stride: self.stride as usize, written: &mut self.slots[slot], table, changes }
     }
 
     pub(crate) fn stride(&self) -> u32 {
@@ -88,6 +107,7 @@ pub(crate) struct Tables<'a> {
     stride: usize,
     written: &'a mut [Written],
     table: &'a mut [u32],
+    changes: Option<&'a mut Vec<Range<u32>>>,
 }
 
 impl Tables<'_> {
@@ -105,5 +125,8 @@ impl Tables<'_> {
         let row = seat as usize * self.stride;
         self.table[row + known..row + pages.len()].copy_from_slice(&pages[known..]);
         written.pages = pages.len() as u32;
+        if let Some(changes) = &mut self.changes {
+            changes.push((row + known) as u32..(row + pages.len()) as u32);
+        }
     }
 }

@@ -40,7 +40,8 @@ pub struct KvSpec {
     /// `pages`. Without either: room for `max_batch` streams of 2,048 tokens and for one of full
     /// length, in at most half of the free memory.
     pub memory: Option<String>,
-    /// Element type, `f32`, `f16` or `bf16`; default: the engine's `kv_dtype`.
+    /// Element type, `f32`, `f16` or `bf16`, on a CUDA device also `fp8`; default: the engine's
+    /// `kv_dtype`.
     pub dtype: Option<String>,
     /// Whether whole pages of finished prompts are kept for requests with the same beginning.
     #[serde(default = "yes")]
@@ -106,8 +107,9 @@ impl KvSpec {
         };
         match dtype {
             Some(dtype @ (DType::F32 | DType::F16 | DType::BF16)) => Ok(dtype),
+            Some(DType::F8E4M3) if !info.device.is_cpu() => Ok(DType::F8E4M3),
             _ => Err(ResourceError::invalid(format!(
-                "`dtype` is \"{name}\"; a cache on the CPU holds f32, f16 or bf16"
+                "`dtype` is \"{name}\"; a cache holds f32, f16 or bf16, and on a CUDA device fp8"
             ))),
         }
     }

@@ -479,6 +479,7 @@ pub fn head(slot: u32, is_preplan: bool) -> StepHead {
         node: NodeId(0),
         graph_walk: WalkId(0),
         lease: SlotLease::eager(slot, 1),
+        stream: 0,
         capture: false,
         is_preplan,
     }

@@ -1,0 +1,363 @@
+//! A cache, attention, cross-attention and positions on a CUDA device do what they do on the CPU.
+//! `cargo xtask device-test` runs what needs a device.
+
+use std::sync::Arc;
+
+use device::cuda::{Context, DeviceBuffer, Stream, read_column};
+use resource_api::host::PlainHost;
+use resource_api::{
+    Attention, AttentionHandle, BuiltResource, CrossAttention, CrossAttentionHandle, Device,
+    EngineResourceInfo, Fork, HostServices, KvCache, KvCacheHandle, KvPlan, KvStepOptions, LabelId,
+    NodeId, NodeResourceSpec, Positions, PositionsHandle, PositionsPlan, RequestId,
+    RequestOverrides, Resource, ResourceHandle, ResourceStep, Result, Segments, SlotLease,
+    StepContext, StepHead, StepId, TensorView, TensorViewMut, TypedRef, WalkId, build_resource,
+};
+use resource_attn::{PagedAttention, PagedCrossAttention};
+use resource_kv::Kv;
+
+const LAYERS: u32 = 2;
+const HEADS: usize = 2;
+const QUERY_HEADS: usize = 8;
+const DIM: usize = 64;
+const HIDDEN: usize = 32;
+const MAIN: LabelId = LabelId::MAIN;
+
+fn spec(key: &str, kind: &str, settings: &str) -> NodeResourceSpec {
+    let (resource_key, kind) = (key.into(), kind.into());
+    NodeResourceSpec { resource_key, kind, nodes: Default::default(), settings: settings.into() }
+}
+
+fn kv_spec(more: &str) -> NodeResourceSpec {
+    let settings = format!(
+        r#"{{"num_layers": {LAYERS}, "num_kv_heads": {HEADS}, "num_qo_heads": {QUERY_HEADS},
+            "head_dim": {DIM}, "page_size": 16, "pages": 40, "max_seq_len": 300{more}}}"#
+    );
+    spec("main_kv", "kv", &settings)
+}
+
+#[test]
+fn a_machine_without_a_driver_says_so_in_one_line() {
+    if Context::of(0).is_ok() {
+        return;
+    }
+    let info = EngineResourceInfo::new(Device::cuda(0), PlainHost::handle());
+    let error = build_resource::<Kv>(&kv_spec(""), &info).unwrap_err().to_string();
+    assert!(error.contains("[resources.main_kv]") && error.contains("libcuda.so.1"), "{error}");
+    assert!(!error.contains('\n'), "{error}");
+}
+
+/// The resources of one engine.
+struct Engine {
+    all: Vec<ResourceHandle>,
+    kv: KvCacheHandle,
+    attention: AttentionHandle,
+    positions: PositionsHandle,
+    cross: CrossAttentionHandle,
+    context_label: LabelId,
+    device: Option<(Arc<Context>, Stream)>,
+}
+
+/// Numbers that look random, the same for the same seed.
+fn numbers(seed: u64, n: usize) -> Vec<f32> {
+    let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
+    let mut next = || {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        (state >> 40) as f32 / (1 << 23) as f32 - 1.0
+    };
+    (0..n).map(|_| next()).collect()
+}
+
+/// What a step computes for one label and layer.
+#[derive(Debug, PartialEq)]
+struct Outcome {
+    rotated: [Vec<f32>; 2],
+    stored: [Vec<f32>; 2],
+    attended: Vec<f32>,
+    crossed: Vec<f32>,
+    last: Vec<f32>,
+}
+
+/// A step: (request, label, tokens), labels as 0 for `main`, 1 for a branch and 2 for the context.
+struct Step {
+    id: u64,
+    slot: u32,
+    rows: Vec<(u32, u32, u32)>,
+    options: KvStepOptions,
+}
+
+impl Step {
+    fn new(id: u64, slot: u32, rows: &[(u32, u32, u32)]) -> Self {
+        Self { id, slot, rows: rows.to_vec(), options: KvStepOptions::default() }
+    }
+}
+
+impl Engine {
+    fn new(device: Option<(Arc<Context>, Stream)>, more: &str) -> Result<Self> {
+        let place = device.as_ref().map_or(Device::CPU, |(context, _)| context.device());
+        let host = PlainHost::handle();
+        // So that `context` is label 2 in both engines.
+        for name in ["main", "branch", "context"] {
+            host.label_id(name);
+        }
+        let context_label = host.label_id("context");
+        let mut info = EngineResourceInfo::new(place, host);
+        let kv = build_resource::<Kv>(&kv_spec(more), &info)?;
+        info.dependencies.insert("main_kv".into(), kv.as_dependency(kv_spec(more), 0));
+        let settings = r#"{"kv_cache": "main_kv"}"#;
+        let mut built = vec![kv];
+        let mut add = |one: BuiltResource| built.push(one);
+        info.index = 1;
+        add(build_resource::<PagedAttention>(&spec("attn", "attention", settings), &info)?);
+        info.index = 2;
+        let positions = spec("pos", "positions", settings);
+        add(build_resource::<resource_positions::Positions>(&positions, &info)?);
+        info.index = 3;
+        let settings = r#"{"kv_cache": "main_kv", "query_kv_cache": "main_kv"}"#;
+        let cross = spec("cross", "cross_attention", settings);
+        add(build_resource::<PagedCrossAttention>(&cross, &info)?);
+        Ok(Self {
+            kv: built[0].capabilities[0].open()?,
+            attention: built[1].capabilities[0].open()?,
+            positions: built[2].capabilities[0].open()?,
+            cross: built[3].capabilities[0].open()?,
+            all: built.into_iter().map(|b| b.resource).collect(),
+            context_label,
+            device,
+        })
+    }
+
+    fn ingest(&self, slot: u32) {
+        for resource in &self.all {
+            let overrides = RequestOverrides::new("", &[1], 1);
+            resource.ingest_request(RequestId::new(slot, 1), &overrides).unwrap();
+        }
+    }
+
+    fn label(&self, label: u32) -> LabelId {
+        if label == 2 { self.context_label } else { LabelId(label) }
+    }
+
+    /// A whole step; what it computes for each label that has tokens, in each layer.
+    fn step(&self, step: &Step) -> Vec<Outcome> {
+        let request: Vec<_> = step.rows.iter().map(|r| RequestId::new(r.0, 1)).collect();
+        let label: Vec<_> = step.rows.iter().map(|r| self.label(r.1)).collect();
+        let span: Vec<_> = step.rows.iter().map(|r| r.2).collect();
+        let segments = Segments { request: &request, label: &label, span: &span };
+        let plain = ResourceStep::new(segments);
+        let for_kv = ResourceStep::new(segments).with_options(TypedRef::new(&step.options));
+        let head = StepHead {
+            step: StepId(step.id),
+            epoch: step.id,
+            node: NodeId(0),
+            graph_walk: WalkId(0),
+            lease: SlotLease::eager(step.slot, step.id as u32),
+            capture: false,
+            is_preplan: false,
+            stream: self.device.as_ref().map_or(0, |(_, stream)| stream.handle()),
+        };
+        // Cross-attention takes part in steps with a context.
+        let has_context = step.rows.iter().any(|r| r.1 == 2 && r.2 == 0);
+        let taking_part = if has_context { 4 } else { 3 };
+        let of = |i: usize| if i == 0 { &for_kv } else { &plain };
+        let mut results: Vec<TypedRef<'_>> = Vec::new();
+        for (i, resource) in self.all.iter().enumerate().take(taking_part) {
+            let ctx = StepContext::new(head, &request, &request, &results);
+            assert!(resource.admit(of(i), &ctx).unwrap().is_ready());
+        }
+        for (i, resource) in self.all.iter().enumerate().take(taking_part) {
+            let plan = resource
+                .plan(of(i), &StepContext::new(head, &request, &request, &results))
+                .unwrap();
+            results.push(plan.into_result());
+        }
+        let ctx = StepContext::new(head, &request, &request, &results);
+        self.check_device_plan(&ctx);
+        let mut outcomes = Vec::new();
+        let plan: &KvPlan = ctx.plan_result(0).unwrap();
+        for group in plan.groups.iter().filter(|g| g.num_tokens > 0) {
+            let crosses = has_context && group.label != self.context_label;
+            for layer in 0..LAYERS {
+                outcomes.push(self.forward(&ctx, step.id, layer, group.label, crosses));
+            }
+        }
+        for (i, resource) in self.all.iter().enumerate().take(taking_part) {
+            resource.commit(of(i), &ctx).unwrap();
+        }
+        self.kv.assert_pages_conserved().unwrap();
+        outcomes
+    }
+
+    fn forward(
+        &self,
+        ctx: &StepContext<'_>,
+        seed: u64,
+        layer: u32,
+        label: LabelId,
+        crosses: bool,
+    ) -> Outcome {
+        let plan: &KvPlan = ctx.plan_result(0).unwrap();
+        let group = *plan.group(label).unwrap();
+        let (tokens, rows) = (group.num_tokens as usize, group.num_rows as usize);
+        let seed = seed * 100 + u64::from(layer) * 10 + u64::from(label.0);
+        let shape = |heads: usize| [tokens, heads, DIM];
+        let random = |salt: u64, n: usize| Place::new(&self.device, &numbers(seed * 7 + salt, n));
+        let mut q = random(1, tokens * QUERY_HEADS * DIM);
+        let mut k = random(2, tokens * HEADS * DIM);
+        let v = random(3, tokens * HEADS * DIM);
+        let hidden = random(4, tokens * HIDDEN);
+        let mut out = random(5, tokens * QUERY_HEADS * DIM);
+        let mut crossed = Place::new(&self.device, &vec![0.0; tokens * QUERY_HEADS * DIM]);
+        let mut last = Place::new(&self.device, &vec![0.0; rows * HIDDEN]);
+        let (q_shape, k_shape) = (shape(QUERY_HEADS), shape(HEADS));
+        self.positions
+            .apply_qk_layer(ctx, layer, label, &mut q.view_mut(&q_shape), &mut k.view_mut(&k_shape))
+            .unwrap();
+        self.kv.write_kv(ctx, layer, label, &k.view(&k_shape), &v.view(&k_shape)).unwrap();
+        let mut stored = [vec![0.0; tokens * HEADS * DIM], vec![0.0; tokens * HEADS * DIM]];
+        let [stored_k, stored_v] = &mut stored;
+        let mut k_view = TensorViewMut::from_slice(stored_k, &k_shape);
+        let mut v_view = TensorViewMut::from_slice(stored_v, &k_shape);
+        self.kv.read_kv(ctx, layer, label, &mut k_view, &mut v_view).unwrap();
+        let out_view = &mut out.view_mut(&q_shape);
+        self.attention.run(ctx, layer, label, &q.view(&q_shape), out_view).unwrap();
+        if crosses {
+            let out_view = &mut crossed.view_mut(&q_shape);
+            self.cross.run(ctx, layer, label, &q.view(&q_shape), out_view).unwrap();
+        }
+        let (hidden_view, last_view) =
+            (hidden.view(&[tokens, HIDDEN]), &mut last.view_mut(&[rows, HIDDEN]));
+        self.attention.select_last_hidden(ctx, label, &hidden_view, last_view).unwrap();
+        Outcome {
+            rotated: [q.read(), k.read()],
+            stored,
+            attended: out.read(),
+            crossed: crossed.read(),
+            last: last.read(),
+        }
+    }
+
+    /// What kernels would read is what the host's plan says.
+    fn check_device_plan(&self, ctx: &StepContext<'_>) {
+        let Some((context, _)) = &self.device else { return };
+        let read = |column| read_column(context, column).unwrap();
+        let plan: &KvPlan = ctx.plan_result(0).unwrap();
+        let there = &plan.device;
+        assert_eq!(read(there.seat), *plan.seat);
+        assert_eq!(read(there.start), *plan.start);
+        assert_eq!(read(there.span), *plan.span);
+        assert_eq!(read(there.len), *plan.len);
+        assert_eq!(read(there.token_start), *plan.token_start);
+        assert_eq!(read(there.write_page), *plan.write_page);
+        assert_eq!(read(there.write_slot), *plan.write_slot);
+        let table = read(there.table);
+        for row in 0..plan.request.len() {
+            let first = (plan.seat[row] * plan.table_stride) as usize;
+            let pages = plan.pages(row, 16);
+            assert_eq!(table[first..first + pages.len()], *pages, "row {row}");
+        }
+        let positions: &PositionsPlan = ctx.plan_result(2).unwrap();
+        assert_eq!(read(positions.device), *positions.pos_ids);
+    }
+}
+
+/// Numbers on the engine's device.
+enum Place {
+    Host(Vec<f32>),
+    Device(DeviceBuffer<f32>),
+}
+
+impl Place {
+    fn new(device: &Option<(Arc<Context>, Stream)>, values: &[f32]) -> Self {
+        match device {
+            None => Self::Host(values.to_vec()),
+            Some((context, _)) => Self::Device(DeviceBuffer::from_slice(context, values).unwrap()),
+        }
+    }
+
+    fn view(&self, shape: &[usize]) -> TensorView<'_> {
+        match self {
+            Self::Host(values) => TensorView::from_slice(values, shape),
+            Self::Device(buffer) => buffer.view(shape).unwrap(),
+        }
+    }
+
+    fn view_mut(&mut self, shape: &[usize]) -> TensorViewMut<'_> {
+        match self {
+            Self::Host(values) => TensorViewMut::from_slice(values, shape),
+            Self::Device(buffer) => buffer.view_mut(shape).unwrap(),
+        }
+    }
+
+    fn read(&self) -> Vec<f32> {
+        match self {
+            Self::Host(values) => values.clone(),
+            Self::Device(buffer) => buffer.to_vec().unwrap(),
+        }
+    }
+}
+
+fn assert_near(what: &str, got: &[f32], want: &[f32], relative: f32, absolute: f32) {
+    assert_eq!(got.len(), want.len(), "{what}");
+    for (i, (got, want)) in got.iter().zip(want).enumerate() {
+        let near = (got - want).abs() <= want.abs() * relative + absolute;
+        assert!(near, "{what}, element {i}: {got} for {want}");
+    }
+}
+
+/// Runs the steps on both and compares them. `step_of` is the relative step of the cache's type.
+fn compare(more: &str, step_of: f32) {
+    let context = Context::of(0).unwrap();
+    let stream = Stream::new(&context).unwrap();
+    let (cpu, cuda) =
+        (Engine::new(None, more).unwrap(), Engine::new(Some((context, stream)), more).unwrap());
+    for engine in [&cpu, &cuda] {
+        (0..3).for_each(|slot| engine.ingest(slot));
+    }
+    let mut steps = vec![
+        Step::new(1, 0, &[(0, 0, 40), (1, 0, 7)]),
+        Step::new(2, 1, &[(0, 0, 1), (1, 0, 20), (2, 0, 3)]),
+        Step::new(3, 0, &[(0, 0, 1), (1, 0, 1), (2, 0, 1)]),
+        Step::new(4, 1, &[(0, 2, 21), (2, 2, 1)]),
+        Step::new(5, 1, &[(0, 0, 1), (2, 0, 5), (0, 2, 0), (2, 2, 0)]),
+        Step::new(6, 0, &[(0, 1, 2), (1, 0, 1)]),
+    ];
+    // A branch of request 0 from its main stream, which is copied before the step.
+    let fork = Fork { request_id: RequestId::new(0, 1), from: MAIN, to: LabelId(1) };
+    steps[5].options.pre_forks.push(fork);
+    // Over the ends of pages, in turns of slots.
+    steps.extend(
+        (7..40).map(|id| Step::new(id, (id % 3) as u32, &[(0, 0, 1), (1, 0, 1), (2, 0, 1)])),
+    );
+    for step in &steps {
+        let (want, got) = (cpu.step(step), cuda.step(step));
+        assert_eq!(want.len(), got.len());
+        for (i, (want, got)) in want.iter().zip(&got).enumerate() {
+            let named = |what: &str| format!("{what} of step {}, {i}", step.id);
+            for which in 0..2 {
+                let (got, want) = (&got.rotated[which], &want.rotated[which]);
+                assert_near(&named("rotated"), got, want, 0.0, 1e-6);
+            }
+            for which in 0..2 {
+                let (got, want) = (&got.stored[which], &want.stored[which]);
+                assert_near(&named("stored"), got, want, step_of, 1e-6);
+            }
+            assert_near(&named("attention"), &got.attended, &want.attended, 0.02, 0.01);
+            assert_near(&named("cross-attention"), &got.crossed, &want.crossed, 0.02, 0.01);
+            assert_eq!(got.last, want.last, "{}", named("last hidden"));
+        }
+    }
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn steps_compute_what_they_do_on_the_cpu_with_a_bf16_cache() {
+    compare(r#", "dtype": "bf16""#, 1.0 / 128.0);
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn steps_compute_what_they_do_on_the_cpu_with_an_f32_cache() {
+    compare(r#", "dtype": "f32""#, 1e-6);
+}
