@@ -34,12 +34,17 @@ impl Cuda {
     ///
     /// # Errors
     /// `UNSUPPORTED` on a machine without the driver; `EXHAUSTED` without memory.
-    pub(crate) fn new(info: &EngineResourceInfo, vocabulary: usize) -> Result<Self> {
+    pub(crate) fn new(
+        info: &EngineResourceInfo,
+        vocabulary: usize,
+        with_penalties: bool,
+    ) -> Result<Self> {
         let context = Context::of_device(info.device)?;
         let max_rows = info.limits.max_batch.max(1) as usize;
-        let bytes = RowSampler::bytes(vocabulary, max_rows);
+        let sets = if with_penalties { max_rows } else { 0 };
+        let bytes = RowSampler::bytes(vocabulary, max_rows, sets);
         let budget = Budget::take(&info.host, info.device, bytes)?;
-        let sampler = RowSampler::new(&context, vocabulary, max_rows)?;
+        let sampler = RowSampler::new(&context, vocabulary, max_rows, sets)?;
         let state = Mutex::new(State { sampler, rows: Vec::new(), model: None });
         let host = info.host.clone();
         Ok(Self { context, vocabulary, max_rows, state, host, _budget: budget })
@@ -60,64 +65,52 @@ impl Cuda {
         Ok(())
     }
 
-    /// Samples a token for each of `draws`, whose row of `logits` is in its place. `process` changes the
-    /// logits before; `None` leaves them as they are.
+    /// Samples a token for each row of `logits`, as `draw` says of it. `process` changes the logits
+    /// before; `None` leaves them as they are.
     ///
     /// # Errors
     /// `INVALID` for more rows than the engine's batch, and for tensors of another shape or place.
-    pub(crate) fn sample(
+    pub(crate) fn sample<'d>(
         &self,
         ctx: &StepContext<'_>,
-        draws: &[Draw<'_>],
+        draw: impl Fn(usize) -> Draw<'d>,
         logits: &mut TensorViewMut<'_>,
         process: Option<impl FnOnce(&mut TensorViewMut<'_>) -> Result<()>>,
         out: &mut [Sampled],
     ) -> Result<()> {
-        if draws.len() > self.max_rows {
+        if out.len() > self.max_rows {
             let what =
-                format!("{} rows to sample; the engine's batch has {}", draws.len(), self.max_rows);
-            return Err(
-                ResourceError::invalid(what).with_amounts(draws.len() as u64, self.max_rows as u64)
-            );
+                format!("{} rows to sample; the engine's batch has {}", out.len(), self.max_rows);
+            let (asked, most) = (out.len() as u64, self.max_rows as u64);
+            return Err(ResourceError::invalid(what).with_amounts(asked, most));
         }
         let stream = Stream::of_step(&self.context, ctx)?;
         let State { sampler, rows, model } = &mut *self.state();
         let mut sets = 0;
         rows.clear();
-        rows.extend(draws.iter().map(|draw| {
+        rows.extend((0..out.len()).map(|i| {
+            let draw = draw(i);
             let set = if draw.seen.is_some() { sets } else { SampleRow::NO_SET };
             sets += u32::from(draw.seen.is_some());
-            row(draw, set)
+            row(&draw, set)
         }));
+        let draws = (0..out.len()).map(&draw);
         let fill = |words: &mut [u64]| {
-            let seen = draws.iter().filter_map(|draw| Some((draw.seen?, draw.fresh)));
+            let seen = draws.filter_map(|draw| Some((draw.seen?, draw.fresh)));
             for ((seen, fresh), set) in seen.zip(words.chunks_mut(self.vocabulary.div_ceil(64))) {
                 seen.copy_with(fresh, set);
             }
         };
+        let sets = sets as usize;
         let sampled = match (process, model) {
             (Some(process), Some((model, _))) => {
                 let &[count, width] = logits.shape() else { return Err(not_rows(logits)) };
                 let shape = [count, width].map(|n| n.max(0) as usize);
                 stream.copy(&logits.view(), &mut model.view_mut(&shape)?)?;
                 process(logits)?;
-                sampler.sample(
-                    &stream,
-                    &model.view(&shape)?,
-                    &logits.view(),
-                    rows,
-                    sets as usize,
-                    fill,
-                )?
+                sampler.sample(&stream, &model.view(&shape)?, &logits.view(), rows, sets, fill)?
             }
-            _ => sampler.sample(
-                &stream,
-                &logits.view(),
-                &logits.view(),
-                rows,
-                sets as usize,
-                fill,
-            )?,
+            _ => sampler.sample(&stream, &logits.view(), &logits.view(), rows, sets, fill)?,
         };
         for (out, row) in out.iter_mut().zip(sampled) {
             *out = Sampled { token: row.token, status: row.status, logprob: row.logprob };

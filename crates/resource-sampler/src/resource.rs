@@ -58,7 +58,9 @@ impl ResourceKind for Sampler {
             )));
         }
         let vocabulary = spec.settings.vocab_size as usize;
-        let cuda = (!info.device.is_cpu()).then(|| Cuda::new(info, vocabulary)).transpose();
+        let with_penalties = spec.settings.enable_repetition_penalty;
+        let cuda = || Cuda::new(info, vocabulary, with_penalties);
+        let cuda = (!info.device.is_cpu()).then(cuda).transpose();
         Ok(Self {
             cuda: cuda.map_err(|e| e.within(format!("[resources.{key}]")))?,
             key,
@@ -264,12 +266,11 @@ impl resource_api::Sampler for Sampler {
         };
         let processors = self.processors.read().unwrap_or_else(PoisonError::into_inner);
         if let Some(cuda) = &self.cuda {
-            let draws: Vec<_> = (0..rids.len()).map(how).collect();
             let process = |logits: &mut TensorViewMut<'_>| {
                 processors.iter().try_for_each(|p| p.process(ctx, rids, logits))
             };
             let process = (!processors.is_empty()).then_some(process);
-            return cuda.sample(ctx, &draws, logits, process, out);
+            return cuda.sample(ctx, how, logits, process, out);
         }
         let width = row_width(logits, rids.len(), vocabulary)?;
         if !processors.is_empty() {

@@ -73,19 +73,25 @@ pub struct RowSampler {
     keys: DeviceBuffer<u32>,
     block_sums: DeviceBuffer<u64>,
     how: (PinnedBuffer<SampleRow>, DeviceBuffer<SampleRow>),
-    /// Sets of seen tokens, made when a row first has a penalty.
-    seen: Option<(PinnedBuffer<u64>, DeviceBuffer<u64>)>,
+    /// Sets of seen tokens.
+    seen: (PinnedBuffer<u64>, DeviceBuffer<u64>),
     out: (DeviceBuffer<SampledRow>, PinnedBuffer<SampledRow>),
 }
 
 impl RowSampler {
-    /// Scratch memory for up to `rows` rows at a time.
+    /// Scratch memory for up to `rows` rows at a time, of which `sets` may have a set of seen tokens.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`]; as for [`Module::load`].
-    pub fn new(context: &Arc<Context>, vocabulary: usize, rows: usize) -> Result<Self> {
+    pub fn new(
+        context: &Arc<Context>,
+        vocabulary: usize,
+        rows: usize,
+        sets: usize,
+    ) -> Result<Self> {
         let module = Module::load(context, &Instance::of("sample.cu"))?;
         let (chunks, blocks) = (vocabulary.div_ceil(CHUNK), vocabulary.div_ceil(BLOCK));
+        let words = sets * vocabulary.div_ceil(64);
         Ok(Self {
             vocabulary,
             rows,
@@ -96,16 +102,16 @@ impl RowSampler {
             keys: DeviceBuffer::new(context, rows * blocks)?,
             block_sums: DeviceBuffer::new(context, rows * 2 * blocks)?,
             how: (PinnedBuffer::zeroed(context, rows)?, DeviceBuffer::new(context, rows)?),
-            seen: None,
+            seen: (PinnedBuffer::zeroed(context, words)?, DeviceBuffer::new(context, words)?),
             out: (DeviceBuffer::new(context, rows)?, PinnedBuffer::zeroed(context, rows)?),
         })
     }
 
     /// Bytes of device memory that [`RowSampler::new`] takes.
-    pub fn bytes(vocabulary: usize, rows: usize) -> u64 {
+    pub fn bytes(vocabulary: usize, rows: usize, sets: usize) -> u64 {
         let (chunks, blocks) = (vocabulary.div_ceil(CHUNK), vocabulary.div_ceil(BLOCK));
         let row = 16 * chunks + 20 * blocks + size_of::<SampleRow>() + size_of::<SampledRow>();
-        (rows * row) as u64
+        (rows * row + sets * vocabulary.div_ceil(64) * 8) as u64
     }
 
     /// Words of a set of seen tokens: a bit for each token, lowest first.
@@ -191,14 +197,7 @@ impl RowSampler {
         fill: impl FnOnce(&mut [u64]),
     ) -> Result<u64> {
         let words = self.set_words();
-        let (staging, device) = match &mut self.seen {
-            Some(room) => room,
-            none => {
-                let len = self.rows * words;
-                let context = stream.context();
-                none.insert((PinnedBuffer::zeroed(context, len)?, DeviceBuffer::new(context, len)?))
-            }
-        };
+        let (staging, device) = &mut self.seen;
         if sets * words > staging.len() {
             let (what, unit) = ("sets of seen tokens", "sets");
             return Err(Error::Length { what, unit, got: sets, need: staging.len() / words });
