@@ -3,7 +3,7 @@
 
 use std::sync::Arc;
 
-use device::cuda::{Context, DeviceBuffer, Stream, read_column};
+use device::cuda::{Context, DeviceBuffer, Graph, Stream, read_column};
 use resource_api::host::PlainHost;
 use resource_api::{
     Attention, AttentionHandle, BuiltResource, CrossAttention, CrossAttentionHandle, Device,
@@ -91,6 +91,10 @@ impl Step {
     fn new(id: u64, slot: u32, rows: &[(u32, u32, u32)]) -> Self {
         Self { id, slot, rows: rows.to_vec(), options: KvStepOptions::default() }
     }
+
+    fn has_context(&self) -> bool {
+        self.rows.iter().any(|r| r.1 == 2 && r.2 == 0)
+    }
 }
 
 impl Engine {
@@ -141,6 +145,22 @@ impl Engine {
 
     /// A whole step; what it computes for each label that has tokens, in each layer.
     fn step(&self, step: &Step) -> Vec<Outcome> {
+        let mut outcomes = Vec::new();
+        self.planned(step, |ctx| {
+            self.check_device_plan(ctx);
+            let plan: &KvPlan = ctx.plan_result(0).unwrap();
+            for group in plan.groups.iter().filter(|g| g.num_tokens > 0) {
+                let crosses = step.has_context() && group.label != self.context_label;
+                for layer in 0..LAYERS {
+                    outcomes.push(self.forward(ctx, step.id, layer, group.label, crosses));
+                }
+            }
+        });
+        outcomes
+    }
+
+    /// Admits and plans a step, calls `forward`, and commits.
+    fn planned(&self, step: &Step, forward: impl FnOnce(&StepContext<'_>)) {
         let request: Vec<_> = step.rows.iter().map(|r| RequestId::new(r.0, 1)).collect();
         let label: Vec<_> = step.rows.iter().map(|r| self.label(r.1)).collect();
         let span: Vec<_> = step.rows.iter().map(|r| r.2).collect();
@@ -158,8 +178,7 @@ impl Engine {
             stream: self.device.as_ref().map_or(0, |(_, stream)| stream.handle()),
         };
         // Cross-attention takes part in steps with a context.
-        let has_context = step.rows.iter().any(|r| r.1 == 2 && r.2 == 0);
-        let taking_part = if has_context { 4 } else { 3 };
+        let taking_part = if step.has_context() { 4 } else { 3 };
         let of = |i: usize| if i == 0 { &for_kv } else { &plain };
         let mut results: Vec<TypedRef<'_>> = Vec::new();
         for (i, resource) in self.all.iter().enumerate().take(taking_part) {
@@ -173,20 +192,11 @@ impl Engine {
             results.push(plan.into_result());
         }
         let ctx = StepContext::new(head, &request, &request, &results);
-        self.check_device_plan(&ctx);
-        let mut outcomes = Vec::new();
-        let plan: &KvPlan = ctx.plan_result(0).unwrap();
-        for group in plan.groups.iter().filter(|g| g.num_tokens > 0) {
-            let crosses = has_context && group.label != self.context_label;
-            for layer in 0..LAYERS {
-                outcomes.push(self.forward(&ctx, step.id, layer, group.label, crosses));
-            }
-        }
+        forward(&ctx);
         for (i, resource) in self.all.iter().enumerate().take(taking_part) {
             resource.commit(of(i), &ctx).unwrap();
         }
         self.kv.assert_pages_conserved().unwrap();
-        outcomes
     }
 
     fn forward(
@@ -347,6 +357,70 @@ fn compare(more: &str, step_of: f32) {
             assert_near(&named("cross-attention"), &got.crossed, &want.crossed, 0.02, 0.01);
             assert_eq!(got.last, want.last, "{}", named("last hidden"));
         }
+    }
+}
+
+/// A decode step is captured once, with one slot, and replayed for later steps of that slot: what it reads
+/// are the columns and tables that each step's plan wrote there.
+#[test]
+#[ignore = "needs a GPU"]
+fn a_captured_step_reads_the_plan_of_each_later_step_of_its_slot() {
+    let context = Context::of(0).unwrap();
+    let stream = Stream::new(&context).unwrap();
+    let more = r#", "dtype": "bf16""#;
+    let (cpu, cuda) =
+        (Engine::new(None, more).unwrap(), Engine::new(Some((context, stream)), more).unwrap());
+    for engine in [&cpu, &cuda] {
+        (0..3).for_each(|slot| engine.ingest(slot));
+        engine.step(&Step::new(1, 1, &[(0, 0, 40), (1, 0, 7), (2, 0, 15)]));
+    }
+    let (context, stream) = cuda.device.as_ref().unwrap();
+    let shape = |heads: usize| [3, heads, DIM];
+    let (q_shape, k_shape) = (shape(QUERY_HEADS), shape(HEADS));
+    let empty = |heads| DeviceBuffer::<f32>::zeroed(context, 3 * heads * DIM).unwrap();
+    let (mut q, mut k, mut v, mut out) =
+        (empty(QUERY_HEADS), empty(HEADS), empty(HEADS), empty(QUERY_HEADS));
+    let mut graph = None;
+    for id in 2..40 {
+        let step = Step::new(id, 0, &[(0, 0, 1), (1, 0, 1), (2, 0, 1)]);
+        let values = |salt: u64, heads: usize| numbers(id * 7 + salt, 3 * heads * DIM);
+        let (q_now, k_now, v_now) = (values(1, QUERY_HEADS), values(2, HEADS), values(3, HEADS));
+        q.copy_from_slice(&q_now).unwrap();
+        k.copy_from_slice(&k_now).unwrap();
+        v.copy_from_slice(&v_now).unwrap();
+        let forward = |engine: &Engine,
+                       ctx: &StepContext<'_>,
+                       q: &mut TensorViewMut<'_>,
+                       k: &mut TensorViewMut<'_>,
+                       v: &TensorView<'_>,
+                       out: &mut TensorViewMut<'_>|
+         -> Result<()> {
+            engine.positions.apply_qk_layer(ctx, 1, MAIN, q, k)?;
+            engine.kv.write_kv(ctx, 1, MAIN, &k.view(), v)?;
+            engine.attention.run(ctx, 1, MAIN, &q.view(), out)
+        };
+        let mut want = vec![0.0; 3 * QUERY_HEADS * DIM];
+        cpu.planned(&step, |ctx| {
+            let (mut q, mut k, mut v) = (q_now.clone(), k_now.clone(), v_now.clone());
+            let q = &mut TensorViewMut::from_slice(&mut q, &q_shape);
+            let k = &mut TensorViewMut::from_slice(&mut k, &k_shape);
+            let v = TensorViewMut::from_slice(&mut v, &k_shape);
+            let out = &mut TensorViewMut::from_slice(&mut want, &q_shape);
+            forward(&cpu, ctx, q, k, &v.view(), out).unwrap();
+        });
+        cuda.planned(&step, |ctx| {
+            let graph = graph.get_or_insert_with(|| {
+                Graph::capture(stream, || {
+                    let (q, k) = (&mut q.view_mut(&q_shape)?, &mut k.view_mut(&k_shape)?);
+                    let out = &mut out.view_mut(&q_shape)?;
+                    forward(&cuda, ctx, q, k, &v.view(&k_shape)?, out)
+                })
+                .unwrap()
+            });
+            graph.replay(stream).unwrap();
+        });
+        let got = out.to_vec().unwrap();
+        assert_near(&format!("attention of step {id}"), &got, &want, 0.02, 0.01);
     }
 }
 
