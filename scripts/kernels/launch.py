@@ -1,9 +1,10 @@
-"""Compiled kernels (cubins of nvrtc_compile.py) launched on torch tensors, through the driver."""
+"""Kernel files, compiled and launched on torch tensors through the driver."""
 
 import ctypes
-import os
 
 import torch
+
+from instances import compile_kernel
 
 _cuda = ctypes.CDLL("libcuda.so.1")
 
@@ -28,14 +29,16 @@ def _check(code, what):
 
 
 class Module:
-    """All kernels of a cubin. Arguments: tensors and None as addresses, else ctypes values."""
+    """All kernels of a file. Arguments: tensors and None as addresses, else ctypes values."""
 
-    def __init__(self, folder, stem, arch="sm_90a"):
+    def __init__(self, file):
         torch.cuda.init()
         torch.zeros(1, device="cuda")
+        major, minor = torch.cuda.get_device_capability()
+        arch = f"sm_{major}{minor}a" if major >= 9 else "sm_80"
+        cubin, _ = compile_kernel(file, {}, arch)
         self.module = ctypes.c_void_p()
-        path = os.path.join(folder, f"{stem}.{arch}.cubin").encode()
-        _check(_cuda.cuModuleLoad(ctypes.byref(self.module), path), f"loading {stem}")
+        _check(_cuda.cuModuleLoadData(ctypes.byref(self.module), cubin), f"loading {file}")
         self.found = {}
 
     def launch(self, name, grid, threads, *args, shared=0):

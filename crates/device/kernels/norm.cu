@@ -4,7 +4,7 @@
 //
 // Names end in the types: `rms_norm_<in>_<out>`, `add_rms_norm_<residual>_<in and out>`,
 // `head_norm_<in and out>`. Weights are float32. Sizes and strides count elements. Pointers are
-// 16-byte aligned, widths and strides are multiples of 8, and a width is at most 4 * 8 * blockDim.x.
+// 16-byte aligned, widths and strides are multiples of 8, and a width is at most 2 * 8 * blockDim.x.
 
 #include "types.cuh"
 
@@ -34,17 +34,15 @@ DEVICE float factor_of(const float (&x)[CHUNKS][8], u32 width, float eps, float*
   return 1.0f / sqrtf(sum_block(sum, room) / (float)width + eps);
 }
 
-// Calls `call(chunks)` with the fewest chunks that hold a row.
-#define FOR_WIDTH(width, call)                                   \
-  do {                                                           \
-    u32 each = ((width) + 8 * blockDim.x - 1) / (8 * blockDim.x); \
-    if (each <= 1) {                                             \
-      call(1);                                                   \
-    } else if (each <= 2) {                                      \
-      call(2);                                                   \
-    } else {                                                     \
-      call(4);                                                   \
-    }                                                            \
+// Calls `call(chunks)` with the chunks of 8 that a thread has of a row. No more than two, so that registers
+// leave room for as many threads as a multiprocessor has.
+#define FOR_WIDTH(width, call)         \
+  do {                                 \
+    if ((width) <= 8 * blockDim.x) {   \
+      call(1);                         \
+    } else {                           \
+      call(2);                         \
+    }                                  \
   } while (0)
 
 template <int CHUNKS, class In, class Out>
@@ -68,7 +66,7 @@ DEVICE void norm_row(const In* x, const float* weight, Out* out, u32 width, floa
 // out[r] = norm(x[r]) * weight.
 //
 // x [rows, width] with x_stride from row to row, weight [width], out [rows, width] with out_stride;
-// x and out may be the same. Grid: rows. Block: whole warps, at most 512 threads.
+// x and out may be the same. Grid: rows. Block: whole warps, at most 1024 threads.
 template <class In, class Out>
 DEVICE void rms_norm(const In* x, i64 x_stride, const float* weight, Out* out, i64 out_stride,
                      u32 width, float eps) {
@@ -81,7 +79,7 @@ DEVICE void rms_norm(const In* x, i64 x_stride, const float* weight, Out* out, i
 }
 
 #define RMS_NORM(In, in, Out, out_name)                                                           \
-  extern "C" __global__ void __launch_bounds__(512) rms_norm_##in##_##out_name(                   \
+  extern "C" __global__ void __launch_bounds__(1024) rms_norm_##in##_##out_name(                   \
       const In* x, i64 x_stride, const float* weight, Out* out, i64 out_stride, u32 width,        \
       float eps) {                                                                                \
     rms_norm(x, x_stride, weight, out, out_stride, width, eps);                                   \
@@ -134,7 +132,7 @@ DEVICE void add_norm_row(Residual* residual, const T* x, const float* post, cons
 // unless `weight` is null.
 //
 // residual, x, out [rows, width], contiguous; post, weight [width]. x and out may be the same.
-// Grid: rows. Block: whole warps, at most 512 threads.
+// Grid: rows. Block: whole warps, at most 1024 threads.
 template <class Residual, class T>
 DEVICE void add_rms_norm(Residual* residual, const T* x, const float* post, const float* weight,
                          T* out, u32 width, float eps) {
@@ -147,7 +145,7 @@ DEVICE void add_rms_norm(Residual* residual, const T* x, const float* post, cons
 }
 
 #define ADD_RMS_NORM(Residual, residual_name, T, name)                                            \
-  extern "C" __global__ void __launch_bounds__(512) add_rms_norm_##residual_name##_##name(        \
+  extern "C" __global__ void __launch_bounds__(1024) add_rms_norm_##residual_name##_##name(        \
       Residual* residual, const T* x, const float* post, const float* weight, T* out, u32 width,  \
       float eps) {                                                                                \
     add_rms_norm(residual, x, post, weight, out, width, eps);                                     \

@@ -31,8 +31,8 @@ pub struct Ops {
 /// Threads of a block of the element-wise kernels.
 const THREADS: u32 = 256;
 
-/// Widest row that a norm takes: 4 times 8 elements in each of 512 threads.
-const WIDEST_NORM: usize = 4 * 8 * 512;
+/// Widest row that a norm takes: 2 times 8 elements in each of 1024 threads.
+const WIDEST_NORM: usize = 2 * 8 * 1024;
 
 impl Ops {
     /// Loads the kernels; not under capture.
@@ -338,13 +338,13 @@ fn eighths(what: &'static str, width: usize) -> Result<usize> {
     }
 }
 
-/// Whole warps with 8 elements a thread, until there are 512 of them.
+/// Whole warps with 8 elements a thread, until there are 1024 threads.
 fn norm_threads(width: usize) -> Result<u32> {
     let what = "rows of a norm";
     if width > WIDEST_NORM {
         return Err(Error::Tensor { what, reason: format!("width {width} exceeds {WIDEST_NORM}") });
     }
-    Ok(eighths(what, width)?.next_multiple_of(32).clamp(32, 512) as u32)
+    Ok(eighths(what, width)?.next_multiple_of(32).clamp(32, 1024) as u32)
 }
 
 /// Instances that decoders use.
