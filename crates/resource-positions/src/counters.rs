@@ -67,6 +67,11 @@ impl Stream {
         }
     }
 
+    /// Whether `step` was admitted and has ended since.
+    fn is_over(&self, step: StepId) -> bool {
+        self.pending_step.load(Acquire) == step.0 && self.pending.load(Acquire) == 0
+    }
+
     /// Forgets what `step` was going to add.
     fn forget(&self, step: StepId) {
         if self.pending_step.load(Acquire) == step.0 {
@@ -255,7 +260,7 @@ impl Edit<'_> {
         }
     }
 
-    /// Adds what `step` has added.
+    /// Adds what `step` has added, once: a step that was committed or rolled back adds nothing more.
     #[inline]
     pub fn commit(&self, rid: RequestId, label: LabelId, step: StepId, advance: u32) {
         let Some(live) = self.counters.live(rid) else { return };
@@ -263,6 +268,9 @@ impl Edit<'_> {
             return self.roll_back(rid, label, step);
         }
         let stream = live.find_or_take(label);
+        if stream.is_over(step) {
+            return;
+        }
         stream.forget(step);
         stream.set(stream.next().saturating_add(advance));
     }
