@@ -288,6 +288,9 @@ impl HostServices for PanickingHost {
     fn spawn(&self, _name: &str, _job: Job) -> Result<()> {
         panic!("spawn always panics")
     }
+    fn cpu_features(&self) -> String {
+        panic!("cpu_features always panics")
+    }
 }
 
 #[test]
@@ -325,6 +328,7 @@ fn every_service_of_the_host_may_panic() {
         }),
         ("free_memory", |h| plain(h.free_memory(Device::CPU))),
         ("spawn", |h| failed(h.spawn("job", Job::new(|| {})))),
+        ("cpu_features", |h| plain(h.cpu_features())),
     ];
     check("HostServices", || HostServicesHandle::new(Arc::new(PanickingHost)), calls);
     // From the plugin's side: building a fake asks for memory.
