@@ -1,8 +1,11 @@
-//! Fake resources that exercise the whole contract, and help to load plugins in tests.
+//! The conformance check for authors of kinds, and fake resources that exercise the whole contract.
 //!
+//! - [`check`] tries a kind: random operations against a reference, and the rules of the contract.
+//!   `engine-host plugin check` runs it on a plugin file.
 //! - [`Fake`] (kind `fake`) uses everything that a resource can use: staged plans, exact rollback,
 //!   slots with buffers that grow, publishing, offload, a prefix store, capabilities in both
 //!   directions and an interface of its own ([`Echo`]). Its `inspect` tells what was called.
+//! - [`FakeCache`] (kind `fake_kv`) is a small paged cache, in which faults can be planted.
 //! - [`Panicker`] (kind `panicker`) offers every capability and panics in every method.
 //! - [`support`] builds the plugin with both and lays it out as an operator would.
 //!
@@ -94,11 +97,14 @@
 
 #![deny(unsafe_code)]
 
+pub mod cache;
+pub mod check;
 pub mod fake;
 pub mod interface;
 pub mod panicker;
 pub mod support;
 
+pub use cache::{FakeCache, FakeCacheSpec, Fault};
 pub use fake::{Fake, FakeSpec};
 pub use interface::{Echo, EchoHandle, FakeFacts, FakePlan, FakeStepOptions};
 pub use panicker::{Panicker, PanickerSpec};

@@ -34,7 +34,7 @@ pub fn registry() -> &'static Registry {
         let registry = Registry::load(&found, None);
         let kinds: Vec<_> = registry.kinds().collect();
         let refused = found.plugins.iter().map(engine_host::registry::inspect);
-        assert_eq!(kinds, ["fake", "panicker"], "{:?}", refused.collect::<Vec<_>>());
+        assert_eq!(kinds, ["fake", "fake_kv", "panicker"], "{:?}", refused.collect::<Vec<_>>());
         registry
     })
 }

@@ -1,0 +1,57 @@
+//! Faults that a [`FakeCache`](super::FakeCache) can be told to have.
+
+use serde::{Deserialize, Serialize};
+
+macro_rules! faults {
+    ($($name:ident: $doc:literal,)*) => {
+        /// A fault to be planted, one at a time.
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+        #[serde(rename_all = "snake_case")]
+        pub enum Fault {
+            $(#[doc = $doc] $name,)*
+        }
+
+        impl Fault {
+            /// Those that leave the process alive, with what each does.
+            pub const ALL: &'static [(Fault, &'static str)] = &[$((Fault::$name, $doc)),*];
+        }
+    };
+}
+
+faults! {
+    OffByOnePage: "A token is written to the page after its own.",
+    OffByOneSlot: "A token is written to the slot after its own.",
+    MissingRetain: "Taking over a cached page takes no reference to it.",
+    DoubleReference: "A prefix that is asked for again takes references again.",
+    ProbeTakesAll: "A hit covers the whole prompt and leaves nothing to compute.",
+    WrongTail: "A hit is recorded one page too long.",
+    SkippedRollback: "rollback_admit does nothing.",
+    RefusedKeeps: "A refused step keeps the pages that it got so far.",
+    ReversedRollback: "A rollback returns pages in the wrong order.",
+    StaleGeneration: "The generation of a request's id is not looked at.",
+    PrematureFree: "A reset that keeps memory also gives it back.",
+    LostCancel: "A removal is ignored while a step of the request is in flight.",
+    DoublePromote: "Promoting a staged step reserves its tokens once more.",
+    LeftoverPlan: "A slot's plan is not laid out again when a step has as many rows as the last.",
+    StageKept: "clear_preplan does nothing.",
+    IngestResets: "A second ingest_request starts the request anew.",
+    DiscardAdvances: "commit = false is ignored.",
+    DoubleCommit: "A step may be committed again.",
+    SinkHandedOut: "The sink is among the free pages.",
+    ForkAliases: "The copy of a stream has the last page of its source.",
+    ForkTooEarly: "A copy after the step is one of before it.",
+    AbandonedFork: "A copy before the step overwrites its target at once.",
+    PaddingWrites: "Padding rows write the pool's last page.",
+    PaddingUnread: "Padding rows read nothing instead of the sink.",
+    WrongLayer: "All layers are written to the first.",
+    SwappedHeads: "Heads of the values are stored the other way round.",
+    ReloadLosesTail: "A reload leaves out the last page.",
+    ResetKeepsLength: "reset_request leaves the lengths as they are.",
+    RewindNothing: "correct_len does nothing.",
+    EarlyLength: "A stream's length counts what is only admitted.",
+    StrangersAdmitted: "A step of an unknown request is admitted and opens its streams.",
+    LeftoverPending: "A rolled back step's tokens still count for the next.",
+    FactsLie: "The facts have one page more than there is.",
+    MemoryKept: "The memory is not given back to the engine.",
+    PanicsInCommit: "commit panics when two requests commit together.",
+}
