@@ -25,6 +25,13 @@ pub struct KernelOptions {
     embed: Option<PathBuf>,
 }
 
+impl KernelOptions {
+    /// Compiles into a folder.
+    pub fn embedding(folder: PathBuf) -> Self {
+        Self { check: false, embed: Some(folder) }
+    }
+}
+
 /// Compiles, checks and, if asked to, writes.
 pub fn run(options: &KernelOptions) -> Result<()> {
     let mut command =

@@ -9,6 +9,7 @@ use clap::{Parser, Subcommand};
 
 mod checks;
 mod demo;
+mod device_test;
 mod kernels;
 mod model;
 mod plugins;
@@ -30,6 +31,8 @@ enum Task {
     FetchModel,
     /// Ask a real model a question: build, fetch the model, stream the answer
     Demo(demo::DemoOptions),
+    /// Pack the tests and benchmarks of the CUDA back end, and run them where there is a GPU
+    DeviceTest(device_test::DeviceTestOptions),
     /// Compile the CUDA kernels, which takes no GPU: check them, or make those of a release
     Kernels(kernels::KernelOptions),
     /// Run what CI runs: format, lints, docs, plugins, model, all tests
@@ -41,6 +44,7 @@ fn main() -> ExitCode {
         Task::Build(options) => plugins::build(&options).map(|_| ExitCode::SUCCESS),
         Task::FetchModel => model::fetch().map(|_| ExitCode::SUCCESS),
         Task::Demo(options) => demo::run(&options),
+        Task::DeviceTest(options) => device_test::run(&options).map(|()| ExitCode::SUCCESS),
         Task::Kernels(options) => kernels::run(&options).map(|()| ExitCode::SUCCESS),
         Task::Test => checks::run(),
     };

@@ -9,14 +9,17 @@ use resource_api::RequestId;
 use serde_json::{Map, Value, json};
 
 use super::ConfigArg;
-use crate::config::{Activations, Config};
+use crate::config::{Activations, Config, Device};
 use crate::engine::Engine;
 use crate::error::{Error, ErrorKind, Result};
 use crate::request::{Event, GenerateRequest};
 use crate::setup::{self, Loaded};
 
-/// Tokens of the prompt whose prefill is timed.
-const PREFILL: usize = 512;
+/// Tokens of the prompts whose prefill is timed.
+const PREFILL: [usize; 1] = [512];
+
+/// The same on a GPU.
+const PREFILL_ON_GPU: [usize; 2] = [512, 4096];
 
 /// Decode steps that are timed: requests, tokens of each prompt, steps.
 const DECODE: [Shape; 4] = [
@@ -24,6 +27,16 @@ const DECODE: [Shape; 4] = [
     Shape { batch: 8, context: 64, steps: 64 },
     Shape { batch: 32, context: 64, steps: 32 },
     Shape { batch: 1, context: 4096, steps: 32 },
+];
+
+/// The same on a GPU.
+const DECODE_ON_GPU: [Shape; 6] = [
+    Shape { batch: 1, context: 64, steps: 128 },
+    Shape { batch: 1, context: 4096, steps: 64 },
+    Shape { batch: 8, context: 64, steps: 64 },
+    Shape { batch: 32, context: 64, steps: 64 },
+    Shape { batch: 64, context: 1024, steps: 64 },
+    Shape { batch: 256, context: 64, steps: 64 },
 ];
 
 #[derive(Args)]
@@ -95,10 +108,18 @@ pub fn run(args: &ModelArgs) -> Result<()> {
     let mut bench = Bench { loaded, runs: args.runs, prompts: 0 };
     let load = Rates(load_ms);
 
-    let prefill = bench.prefill()?;
+    let on_gpu = matches!(config.engine.device, Device::Cuda { .. });
+    let (prefills, shapes): (&[usize], &[Shape]) = match on_gpu {
+        false => (&PREFILL, &DECODE),
+        true => (&PREFILL_ON_GPU, &DECODE_ON_GPU),
+    };
+    let mut prefill = Vec::new();
+    for &tokens in prefills {
+        prefill.push((tokens, bench.prefill(tokens)?));
+    }
     let after_prefill = peak_memory_mb();
     let mut decode = Vec::new();
-    for shape in DECODE {
+    for &shape in shapes {
         if shape.fits(&bench.loaded.engine) {
             decode.push((shape, bench.decode(shape)?));
         }
@@ -110,7 +131,9 @@ pub fn run(args: &ModelArgs) -> Result<()> {
         let mut result = about(args, &config);
         result["runs"] = json!(args.runs);
         result["load_ms"] = load.json();
-        result["prefill_512"] = prefill.json();
+        for (tokens, rates) in &prefill {
+            result[format!("prefill_{tokens}")] = rates.json();
+        }
         result["decode"] = Value::Object(decode);
         result["memory_mb"] = json!({ "after_prefill": after_prefill, "peak": peak });
         say!("{result}");
@@ -129,7 +152,9 @@ pub fn run(args: &ModelArgs) -> Result<()> {
         args.runs
     );
     say!("{:<24} {:>9.1} ms", "load", load.median());
-    say!("{}", prefill.line("prefill of 512 tokens"));
+    for (tokens, rates) in &prefill {
+        say!("{}", rates.line(&format!("prefill of {tokens} tokens")));
+    }
     for (shape, rates) in &decode {
         say!("{}", rates.line(&shape.name()));
     }
@@ -187,15 +212,15 @@ struct Bench {
 }
 
 impl Bench {
-    fn prefill(&mut self) -> Result<Rates> {
+    fn prefill(&mut self, tokens: usize) -> Result<Rates> {
         self.rates(|bench| {
-            bench.submit(PREFILL, 1)?;
+            bench.submit(tokens, 1)?;
             let start = Instant::now();
             let mut started = BTreeSet::new();
             while started.is_empty() {
                 bench.step(&mut started)?;
             }
-            Ok(PREFILL as f64 / start.elapsed().as_secs_f64())
+            Ok(tokens as f64 / start.elapsed().as_secs_f64())
         })
     }
 
