@@ -52,6 +52,8 @@ pub struct EngineConfig {
     pub cpu_features: Option<String>,
     /// Whether a step is planned while the one before it runs; default on.
     pub preplan: bool,
+    /// Whether decode steps on a GPU are captured and replayed; default on.
+    pub cuda_graphs: bool,
     /// Requests in one step at most; default 64.
     pub max_batch: usize,
     /// Tokens in one step at most, the budget of chunked prefill; default 512.

@@ -6,7 +6,8 @@ use std::time::{Duration, Instant};
 use device::Companion;
 use model::{Node, StepInput, StepOutput};
 use resource_api::{
-    EngineLimits, LabelId, NodeId, PrefixWalk, RequestId, Resource, Sampled, Segment, WalkId,
+    BucketKey, EngineLimits, LabelId, NodeId, PrefixWalk, RequestId, Resource, Sampled, Segment,
+    WalkId,
 };
 
 use crate::error::Result;
@@ -18,6 +19,7 @@ use crate::services::Services;
 use crate::step::SubmoduleStep;
 
 mod ahead;
+mod graphs;
 mod intake;
 mod pressure;
 
@@ -79,6 +81,8 @@ pub struct Engine {
     sampled_rids: Vec<RequestId>,
     sampled_ids: Vec<u32>,
     spare: Vec<SubmoduleStep>,
+    /// Shapes of captured decode steps, ascending.
+    buckets: Vec<BucketKey>,
     /// The thread that plans ahead; `None` when nothing is to be.
     planner: Option<Companion>,
     /// The next step, planned ahead.
@@ -125,7 +129,6 @@ impl Engine {
             if entry.resource().enable_prefix_cache(&root, vec![walks])? {
                 tracing::info!(resource = entry.key, "keeps prefixes across requests");
             }
-            entry.resource().post_warmup_validate()?;
         }
         let new_step = || SubmoduleStep::new(node_id, WalkId(prefill), own.clone());
         let spare = vec![new_step(), new_step()];
@@ -153,6 +156,7 @@ impl Engine {
             sampled_rids: Vec::new(),
             sampled_ids: Vec::new(),
             spare,
+            buckets: Vec::new(),
             planner: None,
             staged: None,
             foreseen: Vec::new(),
@@ -161,6 +165,10 @@ impl Engine {
             refusals: Vec::new(),
             next_deadline: None,
         };
+        engine.capture_graphs();
+        for entry in engine.runner.resources().entries() {
+            entry.resource().post_warmup_validate()?;
+        }
         engine.plan_ahead(true)?;
         Ok(engine)
     }
@@ -278,6 +286,7 @@ impl Engine {
         if self.top_logprobs.iter().all(|&k| k == 0) {
             self.top_logprobs.clear();
         }
+        self.pad(&mut step);
         Some(step)
     }
 
@@ -304,7 +313,7 @@ impl Engine {
         }
         self.services.complete_epoch(self.runner.epoch());
         let decoded = live.step().graph_walk == self.decode;
-        let tokens = live.step().token_ids.len() as u64;
+        let tokens = self.turns.iter().map(|turn| turn.span as u64).sum();
         let (done, committed) = self.runner.commit(live);
 
         self.sampled_rids.clear();

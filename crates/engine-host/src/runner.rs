@@ -8,8 +8,8 @@
 use std::sync::Arc;
 
 use resource_api::{
-    AdmitOutcome, PublishedInfo, RequestId, Resource, ResourceError, ResourceHandle, SlotLease,
-    StepContext, StepHead, StepId, TypedRef,
+    AdmitOutcome, BucketKey, PublishedInfo, RequestId, Resource, ResourceError, ResourceHandle,
+    SlotLease, StepContext, StepHead, StepId, TypedRef,
 };
 
 use crate::error::{Error, Result};
@@ -75,8 +75,15 @@ impl Live {
 
     /// The context to run the forward pass under.
     pub fn ctx(&self) -> StepContext<'_> {
-        let rids = &self.step.request_ids;
-        StepContext::new(self.head, rids, rids, &self.plan_results)
+        let (rids, padded) = (&self.step.request_ids, self.step.all_request_ids());
+        StepContext::new(self.head, rids, padded, &self.plan_results)
+    }
+
+    /// The same for a forward pass that is to be captured.
+    pub fn capturing_ctx(&self) -> StepContext<'_> {
+        let head = StepHead { capture: true, ..self.head };
+        let (rids, padded) = (&self.step.request_ids, self.step.all_request_ids());
+        StepContext::new(head, rids, padded, &self.plan_results)
     }
 }
 
@@ -142,6 +149,21 @@ impl Runner {
     /// Epoch of the last step that was started.
     pub fn epoch(&self) -> u64 {
         self.epoch
+    }
+
+    /// Adds slots of captured shapes; answers how many shapes there was room for.
+    pub fn add_buckets(&mut self, keys: &[BucketKey]) -> usize {
+        self.slots.add_buckets(keys)
+    }
+
+    /// Forgets the captured shapes; no step may be in flight.
+    pub fn remove_buckets(&mut self) {
+        self.slots.remove_buckets();
+    }
+
+    /// The slots of captured shapes that no step holds.
+    pub fn bucket_slots(&self) -> impl Iterator<Item = (BucketKey, u32)> {
+        self.slots.of_buckets()
     }
 
     /// Slots that no step holds.
@@ -290,7 +312,7 @@ impl Runner {
         if let Some(i) = step.resources.iter().find(|&&i| i >= self.resources.entries().len()) {
             return Err(Error::usage(format!("the step names resource {i}, which does not exist")));
         }
-        let lease = self.slots.lease()?;
+        let lease = self.slots.lease(step.bucket.as_ref())?;
         self.last_step += 1;
         if !is_preplan {
             self.epoch += 1;

@@ -126,6 +126,7 @@ fn build(
         (true, Some(compute)) => {
             let decoder = CudaDecoder::random(&model.config, compute.context(), &limits);
             let decoder = decoder.map_err(of_model(&config.model.path))?;
+            let decoder = decoder.with_graphs(config.engine.cuda_graphs);
             (Box::new(decoder) as Box<dyn Node>, Arithmetic::Cuda)
         }
     };
@@ -176,7 +177,8 @@ fn load_node(
     if let Some(compute) = compute {
         let context = compute.context();
         let decoder = CudaDecoder::load(numbers, weights, context, limits, &pool, progress);
-        return Ok((Box::new(decoder.map_err(failed)?), Arithmetic::Cuda));
+        let decoder = decoder.map_err(failed)?.with_graphs(config.engine.cuda_graphs);
+        return Ok((Box::new(decoder), Arithmetic::Cuda));
     }
     let (activations, arithmetic) = match config.engine.activations {
         config::Activations::Float => (Activations::Float, Arithmetic::Float),

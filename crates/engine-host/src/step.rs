@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::fmt;
 
 use resource_api::{
-    LabelId, NodeId, RequestId, ResourceStep, Segment, Segments, Typed, TypedRef, WalkId,
+    BucketKey, LabelId, NodeId, RequestId, ResourceStep, Segment, Segments, Typed, TypedRef, WalkId,
 };
 
 /// Owned segment columns.
@@ -28,6 +28,11 @@ impl SegmentList {
         self.request.push(segment.request_id);
         self.label.push(segment.label);
         self.span.push(segment.span);
+    }
+
+    /// Whether every segment adds one token.
+    pub fn all_of_one_token(&self) -> bool {
+        self.span.iter().all(|&span| span == 1)
     }
 
     /// As the columns that cross the boundary.
@@ -80,6 +85,11 @@ pub struct SubmoduleStep {
     pub segments: SegmentList,
     /// Ids of the tokens that the segments add, packed; empty when the inputs are not token ids.
     pub token_ids: Vec<u32>,
+    /// The captured shape that the step is padded to, if any; then `segments` and `token_ids` hold the
+    /// padding rows too, behind the others.
+    pub bucket: Option<BucketKey>,
+    /// The requests with the padding rows; empty where there are none.
+    pub padded_request_ids: Vec<RequestId>,
     /// Indices of the resources that take part, in build order.
     pub resources: Vec<usize>,
     /// Shares that differ from the default, by resource index.
@@ -95,6 +105,8 @@ impl SubmoduleStep {
             request_ids: Vec::new(),
             segments: SegmentList::default(),
             token_ids: Vec::new(),
+            bucket: None,
+            padded_request_ids: Vec::new(),
             resources,
             shares: BTreeMap::new(),
         }
@@ -105,7 +117,31 @@ impl SubmoduleStep {
         self.request_ids.clear();
         self.segments.clear();
         self.token_ids.clear();
+        self.bucket = None;
+        self.padded_request_ids.clear();
         self.shares.clear();
+    }
+
+    /// Adds rows of nobody, of one token each, until the step has the shape of `bucket`.
+    pub fn pad_to(&mut self, bucket: BucketKey) {
+        self.bucket = Some(bucket);
+        self.padded_request_ids.clear();
+        self.padded_request_ids.extend_from_slice(&self.request_ids);
+        for row in self.request_ids.len() as u32..bucket.bs {
+            let request_id = RequestId::padding(row);
+            self.padded_request_ids.push(request_id);
+            self.segments.push(Segment { request_id, label: LabelId::MAIN, span: 1 });
+            self.token_ids.push(0);
+        }
+    }
+
+    /// The requests with the padding rows.
+    pub fn all_request_ids(&self) -> &[RequestId] {
+        if self.padded_request_ids.is_empty() {
+            &self.request_ids
+        } else {
+            &self.padded_request_ids
+        }
     }
 
     /// The share of the resource with this index.

@@ -61,6 +61,7 @@ fn every_key_is_read() {
         strict = true
         threads = 3
         preplan = false
+        cuda_graphs = false
         max_batch = 0x10
         max_batch_tokens = 1_000
         max_model_len = 77
@@ -72,7 +73,7 @@ fn every_key_is_read() {
     assert_eq!(engine.device, Device::Cuda { ordinal: 1 });
     assert_eq!((engine.kv_dtype, engine.activations), (KvDtype::F32, Activations::Int8));
     assert_eq!(engine.plugin_dirs, [Path::new("/etc/engine/plugins"), Path::new("/opt/plugins")]);
-    assert!(engine.strict && !engine.preplan);
+    assert!(engine.strict && !engine.preplan && !engine.cuda_graphs);
     assert_eq!((engine.threads, engine.max_batch), (3, 16));
     assert_eq!((engine.max_batch_tokens, engine.max_model_len), (1000, Some(77)));
     assert_eq!(config.model.path, Path::new("/etc/engine/models/m.gguf"));

@@ -37,6 +37,13 @@ pub trait Node: Send + Sync {
     /// by several of the resources, `WRONG_STATE` at a second call, `EXHAUSTED` without the memory.
     fn attach(&self, resources: &NodeResources<'_>, limits: &EngineLimits) -> Result<()>;
 
+    /// Whether [`forward`](Self::forward) captures: called under a context that says so, with a lease
+    /// of a bucket, it records the step's device work in place of sampling, and replays it for later
+    /// steps under the same lease.
+    fn captures(&self) -> bool {
+        false
+    }
+
     /// Runs a step that all resources have planned, and samples where `input` asks for it.
     ///
     /// A row of the result depends on its own request's tokens alone, whatever else is in the step

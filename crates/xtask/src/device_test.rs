@@ -16,7 +16,7 @@ use crate::step::{Step, cargo, expect_success, shown};
 use crate::{kernels, model, plugins};
 
 /// Packages with tests that need a GPU, which are in `tests/cuda*.rs` or in `tests/decoder`.
-const PACKAGES: [&str; 3] = ["device", "model", "resource-sampler"];
+const PACKAGES: [&str; 4] = ["device", "model", "resource-kv", "resource-sampler"];
 
 #[derive(clap::Args)]
 pub struct DeviceTestOptions {
@@ -81,10 +81,7 @@ fn build(pack: &Path, with_model: bool) -> Result<()> {
             _ => {}
         }
     }
-    for test in tests {
-        // Without the digest that cargo appends.
-        let name = test.file_name().unwrap_or_default().to_string_lossy().into_owned();
-        let name = name.rsplit_once('-').map_or(name.as_str(), |(name, _)| name);
+    for (name, test) in tests {
         copy_stripped(&test, &pack.join("tests").join(name))?;
     }
     if with_model {
@@ -98,8 +95,8 @@ fn build(pack: &Path, with_model: bool) -> Result<()> {
     Ok(())
 }
 
-/// Builds the tests and answers where cargo put them.
-fn test_executables() -> Result<Vec<PathBuf>> {
+/// Builds the tests and answers where cargo put them, by package and name.
+fn test_executables() -> Result<Vec<(String, PathBuf)>> {
     let mut command = cargo(["test", "--release", "--no-run", "--message-format=json"]);
     command.args(["--test", "cuda*", "--test", "decoder"]);
     PACKAGES.iter().for_each(|package| {
@@ -111,9 +108,11 @@ fn test_executables() -> Result<Vec<PathBuf>> {
     }
     let text = String::from_utf8_lossy(&output.stdout);
     let messages = text.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok());
-    let executables = messages
-        .filter(|m| m["target"]["kind"][0] == "test")
-        .filter_map(|m| m["executable"].as_str().map(PathBuf::from));
+    let executables = messages.filter(|m| m["target"]["kind"][0] == "test").filter_map(|m| {
+        let package = Path::new(m["manifest_path"].as_str()?).parent()?.file_name()?;
+        let name = format!("{}-{}", package.to_string_lossy(), m["target"]["name"].as_str()?);
+        Some((name, PathBuf::from(m["executable"].as_str()?)))
+    });
     Ok(executables.collect())
 }
 

@@ -52,6 +52,7 @@ fn engine(table: Option<TableReader<'_, '_>>, base: &Path) -> EngineConfig {
         threads: std::thread::available_parallelism().map_or(1, usize::from),
         cpu_features: None,
         preplan: true,
+        cuda_graphs: true,
         max_batch: 64,
         max_batch_tokens: 512,
         max_model_len: None,
@@ -84,6 +85,9 @@ fn engine(table: Option<TableReader<'_, '_>>, base: &Path) -> EngineConfig {
     }
     if let Some(preplan) = table.boolean("preplan") {
         config.preplan = preplan;
+    }
+    if let Some(cuda_graphs) = table.boolean("cuda_graphs") {
+        config.cuda_graphs = cuda_graphs;
     }
     if let Some(level) = table.string("cpu_features") {
         match device::CpuFeatures::parse(level.get_ref()) {

@@ -68,6 +68,7 @@ impl Engine {
                 step.graph_walk = self.prefill;
             }
         }
+        self.pad(&mut step);
         Some(step)
     }
 

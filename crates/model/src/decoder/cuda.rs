@@ -9,10 +9,10 @@
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use device::Parallel;
-use device::cuda::{Blas, Context, DeviceBuffer, Into, Ops, Stream};
+use device::cuda::{Blas, Context, DeviceBuffer, Graph, Into, Ops, Stream};
 use resource_api::{
-    AttentionHandle, AttentionResource, Bound, EngineLimits, ErrorKind, KvCacheHandle, Positions,
-    ResourceError, Result, Sampler, StepContext, TensorView,
+    AttentionHandle, AttentionResource, Bound, BucketKey, EngineLimits, ErrorKind, KvCacheHandle,
+    Positions, ResourceError, Result, Sampler, StepContext, TensorView,
 };
 use serde_json::{Map, Value};
 
@@ -39,6 +39,7 @@ pub struct CudaDecoder {
     head: Option<Weight>,
     tools: Tools,
     limits: EngineLimits,
+    has_graphs: bool,
     handles: OnceLock<Handles>,
     buffers: Mutex<Buffers>,
 }
@@ -53,6 +54,13 @@ impl CudaDecoder {
     /// The numbers of the model.
     pub fn config(&self) -> &ModelConfig {
         &self.config
+    }
+
+    /// The same, which captures decode steps or, as at first, does not.
+    #[must_use]
+    pub fn with_graphs(mut self, on: bool) -> Self {
+        self.has_graphs = on;
+        self
     }
 
     /// Bytes that the weights take on the device.
@@ -118,13 +126,40 @@ impl Node for CudaDecoder {
         let stream = &Stream::of_step(&self.context, ctx)?;
         buffers.upload(stream, input.token_ids)?;
         let pass = Pass { decoder: self, handles, ctx, stream };
-        pass.run_layers(input.token_ids.len(), buffers)?;
-        if input.sample.is_empty() {
-            return Ok(());
+        let tokens = input.token_ids.len();
+        let key = ctx.slot_lease().bucket().map(|bucket| (*bucket, ctx.slot()));
+        if ctx.capture() {
+            return match key {
+                Some(key) => pass.capture(key, tokens, buffers),
+                None => Err(ResourceError::invalid("a step to capture has no bucket")),
+            };
         }
-        pass.compute_logits(input.sample.len(), buffers)?;
-        pass.sample(input, buffers, out)
+        let samples_first_rows = buffers.samples_first_rows();
+        let recorded = key.filter(|_| samples_first_rows).and_then(|k| buffers.graphs.get_mut(&k));
+        match recorded {
+            Some(graph) => graph.replay(stream)?,
+            None => pass.compute(tokens, buffers)?,
+        }
+        match input.sample.is_empty() {
+            true => Ok(()),
+            false => pass.sample(input, buffers, out),
+        }
     }
+
+    fn captures(&self) -> bool {
+        self.has_graphs
+    }
+}
+
+/// Which rows go through the end of the last layer.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Keep {
+    /// None: nothing is sampled.
+    None,
+    /// Those that are sampled, moved together.
+    Sampled,
+    /// All, where they are.
+    All,
 }
 
 /// One forward pass.
@@ -136,8 +171,38 @@ struct Pass<'a> {
 }
 
 impl Pass<'_> {
-    /// From `tokens` token ids to the hidden states of the sampled rows, in `buffers.sampled`.
-    fn run_layers(&self, tokens: usize, buffers: &mut Buffers) -> Result<()> {
+    /// Records a step of one token per row, all of them sampled.
+    fn capture(&self, key: (BucketKey, u32), tokens: usize, buffers: &mut Buffers) -> Result<()> {
+        // Once for real: libraries load and choose kernels at the first call, which a capture refuses.
+        self.run_layers(tokens, Keep::All, buffers)?;
+        self.compute_logits(Keep::All, tokens, buffers)?;
+        self.stream.synchronize()?;
+        let graph = Graph::capture(self.stream, || {
+            self.run_layers(tokens, Keep::All, buffers)?;
+            self.compute_logits(Keep::All, tokens, buffers)
+        })?;
+        buffers.graphs.insert(key, graph);
+        Ok(())
+    }
+
+    /// From token ids to the logits of the sampled rows.
+    fn compute(&self, tokens: usize, buffers: &mut Buffers) -> Result<()> {
+        let samples = buffers.layout.sampled_rows.len();
+        let keep = match samples {
+            0 => Keep::None,
+            _ if samples == tokens => Keep::All,
+            _ => Keep::Sampled,
+        };
+        self.run_layers(tokens, keep, buffers)?;
+        match keep {
+            Keep::None => Ok(()),
+            _ => self.compute_logits(keep, samples, buffers),
+        }
+    }
+
+    /// From `tokens` token ids to the hidden states of the rows to keep, in `buffers.rows` or
+    /// `buffers.sampled`.
+    fn run_layers(&self, tokens: usize, keep: Keep, buffers: &mut Buffers) -> Result<()> {
         let CudaDecoder { config, embed, layers, tools, .. } = self.decoder;
         let (stream, shape) = (self.stream, [tokens, config.hidden]);
         tools.ops.embed(
@@ -158,16 +223,17 @@ impl Pass<'_> {
                 kv.set_default_label(group.label);
                 attention.set_default_label(group.label);
                 // Past the last layer only what is sampled is read.
-                let attends = !(is_last && buffers.layout.sampled_rows.is_empty());
-                let attention = attends.then_some(&attention);
+                let attention = (!is_last || keep != Keep::None).then_some(&attention);
                 self.attend(&kv, attention, index as u32, group, &mut buffers.rows)?;
             }
-            if !is_last {
-                layer.finish(tools, config, stream, &mut buffers.rows, tokens)?;
-            } else if !buffers.layout.sampled_rows.is_empty() {
-                let sampled = buffers.layout.sampled_rows.len();
-                self.keep_sampled_rows(tokens, buffers)?;
-                layer.finish(tools, config, stream, &mut buffers.sampled, sampled)?;
+            match keep {
+                Keep::None if is_last => {}
+                Keep::Sampled if is_last => {
+                    let sampled = buffers.layout.sampled_rows.len();
+                    self.keep_sampled_rows(tokens, buffers)?;
+                    layer.finish(tools, config, stream, &mut buffers.sampled, sampled)?;
+                }
+                _ => layer.finish(tools, config, stream, &mut buffers.rows, tokens)?,
             }
         }
         Ok(())
@@ -213,12 +279,13 @@ impl Pass<'_> {
         )?)
     }
 
-    fn compute_logits(&self, rows: usize, buffers: &mut Buffers) -> Result<()> {
+    /// From the first `rows` hidden states of those kept to their logits.
+    fn compute_logits(&self, keep: Keep, rows: usize, buffers: &mut Buffers) -> Result<()> {
         let CudaDecoder { config, embed, norm, head, tools, .. } = self.decoder;
-        let sampled = &mut buffers.sampled;
+        let kept = if keep == Keep::All { &mut buffers.rows } else { &mut buffers.sampled };
         let shape = [rows, config.hidden];
-        let (hidden, weight) = (sampled.hidden.view(&shape)?, norm.view(&[config.hidden])?);
-        let mut normed = sampled.normed.view_mut(&shape)?;
+        let (hidden, weight) = (kept.hidden.view(&shape)?, norm.view(&[config.hidden])?);
+        let mut normed = kept.normed.view_mut(&shape)?;
         tools.ops.rms_norm(self.stream, &hidden, &weight, config.rms_eps, &mut normed)?;
         let head = head.as_ref().unwrap_or(embed).view()?;
         let mut logits = buffers.logits.view_mut(&[rows, config.vocab])?;

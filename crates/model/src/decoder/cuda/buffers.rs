@@ -1,10 +1,11 @@
 //! The activations of a forward pass on a device, made once for the largest step.
 
+use std::collections::HashMap;
 use std::sync::Arc;
 
-use device::cuda::{Context, DeviceBuffer, PinnedBuffer, Stream};
+use device::cuda::{Context, DeviceBuffer, Graph, PinnedBuffer, Stream};
 use half::bf16;
-use resource_api::{EngineLimits, ResourceError, Result};
+use resource_api::{BucketKey, EngineLimits, ResourceError, Result};
 
 use crate::config::ModelConfig;
 use crate::decoder::layout::Layout;
@@ -38,6 +39,8 @@ pub(super) struct Buffers {
     pub(super) token_ids: DeviceBuffer<u32>,
     pub(super) sampled_rows: DeviceBuffer<u32>,
     pub(super) layout: Layout,
+    /// Recorded steps, by bucket and slot.
+    pub(super) graphs: HashMap<(BucketKey, u32), Graph>,
     /// Token ids, then row numbers, on their way to the device.
     staged: PinnedBuffer<u32>,
 }
@@ -82,6 +85,7 @@ impl Buffers {
             token_ids: DeviceBuffer::zeroed(context, tokens)?,
             sampled_rows: DeviceBuffer::zeroed(context, samples)?,
             layout,
+            graphs: HashMap::new(),
             staged: PinnedBuffer::zeroed(context, tokens + samples)?,
         })
     }
@@ -98,6 +102,11 @@ impl Buffers {
             )));
         }
         Ok(())
+    }
+
+    /// Whether the sampled rows are the step's first ones, in order: they need no moving.
+    pub(super) fn samples_first_rows(&self) -> bool {
+        self.layout.sampled_rows.iter().enumerate().all(|(i, &row)| i == row)
     }
 
     /// Sends the step's token ids and the numbers of its sampled rows.

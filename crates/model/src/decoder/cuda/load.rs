@@ -131,6 +131,7 @@ impl<'a> Loader<'a> {
             head,
             tools,
             limits: *limits,
+            has_graphs: false,
             handles: OnceLock::new(),
             buffers: Mutex::new(buffers),
         })
