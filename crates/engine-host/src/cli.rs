@@ -25,6 +25,7 @@ macro_rules! note {
 
 mod bench;
 mod bench_model;
+mod doctor;
 mod generate;
 mod jobs;
 mod plugins;
@@ -180,6 +181,25 @@ enum PluginCommand {
         #[arg(long)]
         json: bool,
     },
+    /// Every stage that a plugin goes through until it is loaded, and how it fares
+    Doctor {
+        #[command(flatten)]
+        config: ConfigArg,
+        /// Directories, manifests or libraries; without any, those of the configuration
+        #[arg(value_name = "FILE|DIR")]
+        paths: Vec<PathBuf>,
+        /// As JSON
+        #[arg(long)]
+        json: bool,
+    },
+    /// Writes plugins.lock: from then on only the plugins that are there now are loaded
+    Trust {
+        #[command(flatten)]
+        config: ConfigArg,
+    },
+    /// Loads the library on standard input: what the host does in a child process
+    #[command(hide = true)]
+    Probe,
 }
 
 /// Runs the program: 0 for success, 1 for failure, 2 for wrong usage.
@@ -202,7 +222,12 @@ pub fn main_with(linked: Option<Linked>) -> ExitCode {
         .init();
     let done = match &cli.command {
         Command::Generate(args) => generate::run(args),
-        Command::Plugin(PluginCommand::List { config, json }) => plugins::list(config, *json),
+        Command::Plugin(command) => match command {
+            PluginCommand::List { config, json } => plugins::list(config, *json),
+            PluginCommand::Doctor { config, paths, json } => doctor::doctor(config, paths, *json),
+            PluginCommand::Trust { config } => doctor::trust(config),
+            PluginCommand::Probe => Ok(crate::probe::child()),
+        },
         Command::Bench(command) => bench::run(command, linked),
     };
     match done {

@@ -7,6 +7,7 @@ use std::str::FromStr;
 
 use crate::document::{self, Problems};
 use crate::error::{Error, Result};
+use crate::probe::Probe;
 
 mod paths;
 mod read;
@@ -45,6 +46,10 @@ pub struct EngineConfig {
     pub plugin_dirs: Vec<PathBuf>,
     /// Strict rules for who may write plugin directories; default off.
     pub strict: bool,
+    /// Which plugins are loaded in a child process first; default those that nothing pins.
+    pub probe: Probe,
+    /// Whether `plugins.lock` in a plugin directory is obeyed. Always, as far as a file can say.
+    pub use_lock: bool,
     /// Threads of the host's pool; default: as many as the machine offers.
     pub threads: usize,
     /// CPU instruction level of all kernels, as [`device::CpuFeatures`] names them; default: the best

@@ -5,13 +5,16 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use crate::document::{self, Problem, Problems};
-use crate::elf::{self, CheckedFile, LibraryError};
+use crate::elf::{self, CheckedFile, LibraryError, Sha256Digest};
 use crate::error::{Error, Result};
-use crate::manifest::{ApiVersion, Manifest, Requirement};
+use crate::manifest::{ApiVersion, MAX_MANIFEST_BYTES, Manifest, Requirement};
+use crate::probe::Probe;
 use crate::suggest;
 
+pub mod lock;
 pub mod policy;
 
+use lock::Lock;
 use policy::Policy;
 
 /// What the scan depends on beside the directories.
@@ -21,6 +24,10 @@ pub struct Options {
     pub strict: bool,
     /// The contract's version in this host; plugins built against another major are refused.
     pub api: ApiVersion,
+    /// Which plugins are loaded in a child process first.
+    pub probe: Probe,
+    /// Whether `plugins.lock` of a directory is obeyed; `false` only to write it anew.
+    pub use_lock: bool,
 }
 
 /// What became of one manifest.
@@ -46,6 +53,8 @@ pub struct Discovered {
     /// Every problem of the manifest, each with its place; the state's reason is their short form.
     pub problems: Problems,
     policy: Policy,
+    probe: Probe,
+    locked: Option<Sha256Digest>,
 }
 
 impl Discovered {
@@ -63,13 +72,43 @@ impl Discovered {
         Some(self.policy.directory().join(&manifest.library))
     }
 
+    /// The directory that it lies in, without symbolic links.
+    pub fn directory(&self) -> &Path {
+        self.policy.directory()
+    }
+
+    /// Whether the manifest or the lock says what the library's content must be.
+    pub fn is_pinned(&self) -> bool {
+        self.locked.is_some() || self.manifest.as_ref().is_some_and(|m| m.sha256.is_some())
+    }
+
+    /// Whether the library is to be loaded in a child process first.
+    pub fn needs_probe(&self) -> bool {
+        match self.probe {
+            Probe::Always => true,
+            Probe::Unpinned => !self.is_pinned(),
+            Probe::Never => false,
+        }
+    }
+
     /// Opens the library and runs all checks of the file stage, the manifest's pin among them.
     /// Plugins that are not [`State::Usable`] are not opened.
     pub fn check_library(&self) -> Result<CheckedFile, LibraryError> {
         let refuse = |reason: &str| LibraryError { path: self.path.clone(), reason: reason.into() };
         match (&self.state, &self.manifest, self.library_path()) {
             (State::Usable, Some(manifest), Some(library)) => {
-                elf::check_file(&library, &self.policy, manifest.sha256)
+                let checked = elf::check_file(&library, &self.policy, manifest.sha256)?;
+                match self.locked.filter(|locked| *locked != checked.sha256) {
+                    None => Ok(checked),
+                    Some(_) => Err(LibraryError {
+                        path: library,
+                        reason: format!(
+                            "is not the build that {} names: {}",
+                            lock::LOCK_FILE,
+                            lock::TRUST
+                        ),
+                    }),
+                }
             }
             (State::Refused(_), ..) => {
                 Err(refuse(self.problems.0.first().map_or("refused", |p| &p.message)))
@@ -104,10 +143,21 @@ pub fn discover(dirs: &[PathBuf], options: &Options) -> Result<Discovery> {
             Err(reason) => problems
                 .push(Problem::of_file(document::shown(dir), format!("plugin directory {reason}"))),
             // One directory under two names is not two plugins.
-            Ok((policy, _)) if seen.iter().any(|known| known == policy.directory()) => {}
+            Ok((policy, ..)) if seen.iter().any(|known| known == policy.directory()) => {}
             Ok((policy, manifests)) => {
                 seen.push(policy.directory().to_owned());
-                plugins.extend(manifests.into_iter().map(|path| inspect(path, &policy, options)));
+                let lock = match options.use_lock {
+                    true => Lock::read(&policy),
+                    false => Ok(None),
+                };
+                match lock {
+                    Ok(lock) => plugins.extend(
+                        manifests.into_iter().map(|p| inspect(p, &policy, options, lock.as_ref())),
+                    ),
+                    Err(reason) => {
+                        problems.push(Problem::of_file(document::shown(dir), reason));
+                    }
+                }
             }
         }
     }
@@ -135,13 +185,15 @@ fn scan(dir: &Path, strict: bool) -> Result<(Policy, Vec<PathBuf>), String> {
     Ok((policy, names.into_iter().map(|name| dir.join(name)).collect()))
 }
 
-fn inspect(path: PathBuf, policy: &Policy, options: &Options) -> Discovered {
+fn inspect(path: PathBuf, policy: &Policy, options: &Options, lock: Option<&Lock>) -> Discovered {
     let mut found = Discovered {
         path,
         manifest: None,
         state: State::Usable,
         problems: Problems::default(),
         policy: policy.clone(),
+        probe: options.probe,
+        locked: None,
     };
     let opened = policy.check_link(&found.path).and_then(|()| {
         let file = document::open_regular(&found.path)
@@ -155,7 +207,22 @@ fn inspect(path: PathBuf, policy: &Policy, options: &Options) -> Discovered {
             return found;
         }
     };
-    match Manifest::read(&file, &found.path) {
+    let text = match document::read_text_from(&file, &found.path, MAX_MANIFEST_BYTES) {
+        Ok(text) => text,
+        Err(problem) => {
+            found.problems = problem.into();
+            found.state = State::Refused(found.problems.one_line());
+            return found;
+        }
+    };
+    match lock.map(|lock| lock.library_of(&found.path, text.as_bytes())).transpose() {
+        Ok(locked) => found.locked = locked,
+        Err(reason) => {
+            found.refuse(reason);
+            return found;
+        }
+    }
+    match Manifest::parse(&document::shown(&found.path), &text) {
         Err(error) => {
             found.state = match error.disabled {
                 true => State::Disabled,

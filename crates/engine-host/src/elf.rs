@@ -20,8 +20,10 @@ use crate::document::open_regular;
 
 mod dynamic;
 mod header;
+mod note;
 
 pub use header::check_image;
+pub use note::PluginNote;
 
 /// A SHA-256 digest; displays as 64 lower-case hexadecimal digits.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
@@ -76,6 +78,8 @@ pub struct CheckedFile {
     pub path: PathBuf,
     /// Digest of the whole content.
     pub sha256: Sha256Digest,
+    /// What the library says about itself; `None` when it is no plugin.
+    pub note: Option<PluginNote>,
 }
 
 impl CheckedFile {
@@ -116,8 +120,8 @@ pub fn check_file(
             "sha256 is {sha256}, the manifest pins {pin}: install the pinned build or update the pin"
         )));
     }
-    check_image(&file, size).map_err(refuse)?;
-    Ok(CheckedFile { file, path: path.to_owned(), sha256 })
+    let note = check_image(&file, size).map_err(refuse)?;
+    Ok(CheckedFile { file, path: path.to_owned(), sha256, note })
 }
 
 fn digest(file: &File) -> io::Result<Sha256Digest> {

@@ -15,6 +15,7 @@ use resource_api::{
 use crate::discovery::{Discovered, Discovery, State};
 use crate::elf::CheckedFile;
 use crate::error::{Error, ErrorKind, Result};
+use crate::probe;
 use crate::suggest;
 
 /// A kind with where it comes from.
@@ -207,10 +208,33 @@ pub fn inspect(found: &Discovered) -> Listed {
 fn open(found: &Discovered) -> Result<PluginLibrary, String> {
     let checked = found.check_library().map_err(|e| e.to_string())?;
     let path = checked.path.clone();
-    let library = load_once(checked).map_err(|e| format!("{}: {e}", path.display()))?;
-    let Some(manifest) = &found.manifest else { return Ok(library) };
-    let mut kinds: Vec<String> = library.kinds.iter().map(Kind::kind).collect();
-    let mut provides: Vec<String> = library.kinds.iter().flat_map(Kind::provides).collect();
+    let within = |e: String| format!("{}: {e}", path.display());
+    let Some(note) = &checked.note else {
+        return Err(within(
+            "is not a resource plugin: it carries no RESAPI note, which export_plugin! writes"
+                .into(),
+        ));
+    };
+    note.check().map_err(within)?;
+    // Before anything of it runs, by what it says; and afterwards by what it is.
+    agrees(found, note.kinds.clone(), note.provides.clone())?;
+    if found.needs_probe() {
+        probe::probe(&checked).map_err(within)?;
+    }
+    let library = load_once(checked).map_err(|e| within(e.to_string()))?;
+    let kinds = library.kinds.iter().map(Kind::kind).collect();
+    let provides = library.kinds.iter().flat_map(Kind::provides).collect();
+    agrees(found, kinds, provides)?;
+    Ok(library)
+}
+
+/// Compares what a library offers with its manifest.
+fn agrees(
+    found: &Discovered,
+    mut kinds: Vec<String>,
+    mut provides: Vec<String>,
+) -> Result<(), String> {
+    let Some(manifest) = &found.manifest else { return Ok(()) };
     let mut said_kinds = manifest.kinds.clone();
     let mut said_provides: Vec<String> =
         manifest.provides.iter().map(|p| format!("{}/{}", p.name, p.major)).collect();
@@ -232,7 +256,7 @@ fn open(found: &Discovered) -> Result<PluginLibrary, String> {
     if provides != said_provides {
         return differs("provides", &said_provides, &provides);
     }
-    Ok(library)
+    Ok(())
 }
 
 fn load_once(checked: CheckedFile) -> resource_api::Result<PluginLibrary> {

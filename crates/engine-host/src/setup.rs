@@ -44,7 +44,12 @@ pub struct Loaded {
 pub fn discover(config: &Config) -> Result<Discovery> {
     let api =
         ApiVersion::parse(resource_api::API_VERSION).unwrap_or(ApiVersion { major: 1, minor: 0 });
-    let options = discovery::Options { strict: config.engine.strict, api };
+    let options = discovery::Options {
+        strict: config.engine.strict,
+        api,
+        probe: config.engine.probe,
+        use_lock: config.engine.use_lock,
+    };
     discovery::discover(&config.engine.plugin_dirs, &options)
 }
 

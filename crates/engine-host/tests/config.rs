@@ -59,6 +59,7 @@ fn every_key_is_read() {
         activations = "int8"
         plugin_dirs = ["plugins", "/opt/plugins"]
         strict = true
+        probe = "never"
         threads = 3
         preplan = false
         cuda_graphs = false

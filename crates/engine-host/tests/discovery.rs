@@ -6,9 +6,15 @@ use std::path::{Path, PathBuf};
 
 use engine_host::discovery::{Discovery, Options, State, discover};
 use engine_host::manifest::ApiVersion;
+use engine_host::probe::Probe;
 use tempfile::TempDir;
 
-const OPTIONS: Options = Options { strict: false, api: ApiVersion { major: 1, minor: 0 } };
+const OPTIONS: Options = Options {
+    strict: false,
+    api: ApiVersion { major: 1, minor: 0 },
+    probe: Probe::Never,
+    use_lock: true,
+};
 
 fn directory() -> TempDir {
     let dir = tempfile::tempdir().unwrap();

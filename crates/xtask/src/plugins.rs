@@ -25,9 +25,10 @@ pub struct BuildOptions {
     /// Without optimisation, faster to build
     #[arg(long)]
     debug: bool,
-    /// Write each library's sha256 into its installed manifest, so that the host refuses another
+    /// Do not write each library's sha256 into its installed manifest: the host then takes whatever
+    /// file lies there, and loads it in a child process first
     #[arg(long)]
-    pin: bool,
+    no_pin: bool,
 }
 
 /// What a build made.
@@ -83,7 +84,7 @@ pub fn build(options: &BuildOptions) -> Result<Built> {
             )
         })?;
         let (read, digest) = sources.remove(plugin.folder.as_str()).unwrap_or_default();
-        let installed = plugin.install(&directory, built, options.pin, read, digest)?;
+        let installed = plugin.install(&directory, built, !options.no_pin, read, digest)?;
         eprintln!("    plugins/{}, plugins/{}", installed.manifest, installed.library);
         stamp.plugins.insert(plugin.folder.clone(), installed);
     }

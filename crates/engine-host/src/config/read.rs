@@ -11,6 +11,7 @@ use super::{
     default_model_path, paths,
 };
 use crate::document::{Document, Problems, TableReader};
+use crate::probe::Probe;
 
 const MAX_KEY_BYTES: usize = 64;
 
@@ -49,6 +50,8 @@ fn engine(table: Option<TableReader<'_, '_>>, base: &Path) -> EngineConfig {
         activations: Activations::Float,
         plugin_dirs: vec![base.join("plugins")],
         strict: false,
+        probe: Probe::Unpinned,
+        use_lock: true,
         threads: std::thread::available_parallelism().map_or(1, usize::from),
         cpu_features: None,
         preplan: true,
@@ -94,6 +97,9 @@ fn engine(table: Option<TableReader<'_, '_>>, base: &Path) -> EngineConfig {
             Ok(_) => config.cpu_features = Some(level.get_ref().to_string()),
             Err(e) => report(&table, &level, &format!("cpu_features in [engine]: {e}")),
         }
+    }
+    if let Some(probe) = table.choice("probe", &Probe::NAMES) {
+        config.probe = probe;
     }
     let mut count = |key, range| table.integer(key, range).and_then(|n| usize::try_from(n).ok());
     config.threads = count("threads", THREADS).unwrap_or(config.threads);

@@ -8,6 +8,7 @@ use std::fs::File;
 use std::os::unix::fs::FileExt;
 
 use super::dynamic::Dynamic;
+use super::note::PluginNote;
 
 const EHDR_SIZE: u64 = 64;
 const PHDR_SIZE: u64 = 56;
@@ -19,22 +20,24 @@ const PN_XNUM: u16 = 0xffff;
 
 pub(super) const PT_LOAD: u32 = 1;
 pub(super) const PT_DYNAMIC: u32 = 2;
+pub(super) const PT_NOTE: u32 = 4;
 const PT_GNU_STACK: u32 = 0x6474_e551;
 const PF_X: u32 = 1;
 
 /// Sections that are read whole are refused beyond this; a real plugin's are a few KiB.
 const MAX_TABLE_BYTES: u64 = 64 << 20;
 
-/// Checks that `file`, of `size` bytes, is a shared library that this process can map safely.
-/// The error is one line without the file's name.
-pub fn check_image(file: &File, size: u64) -> Result<(), String> {
+/// Checks that `file`, of `size` bytes, is a shared library that this process can map safely, and
+/// reads its note. The error is one line without the file's name.
+pub fn check_image(file: &File, size: u64) -> Result<Option<PluginNote>, String> {
     let image = Image { file, size };
     let header = Header::read(&image)?;
     let segments = header.segments(&image)?;
     check_stack(&segments)?;
     let dynamic = Dynamic::read(&image, &segments)?;
     dynamic.check_flags()?;
-    dynamic.check_needed(&image, &segments)
+    dynamic.check_needed(&image, &segments)?;
+    PluginNote::read(&image, &segments)
 }
 
 /// The file with its size; every read stays inside.
@@ -77,7 +80,7 @@ impl Fields<'_> {
     fn u16(&self, at: usize) -> u16 {
         u16::from_le_bytes(self.bytes(at))
     }
-    fn u32(&self, at: usize) -> u32 {
+    pub(super) fn u32(&self, at: usize) -> u32 {
         u32::from_le_bytes(self.bytes(at))
     }
     pub(super) fn u64(&self, at: usize) -> u64 {
@@ -190,6 +193,7 @@ pub(super) struct Segment {
     pub(super) address: u64,
     pub(super) file_size: u64,
     memory_size: u64,
+    pub(super) align: u64,
 }
 
 impl Segment {
@@ -202,6 +206,7 @@ impl Segment {
             address: fields.u64(16),
             file_size: fields.u64(32),
             memory_size: fields.u64(40),
+            align: fields.u64(48),
         }
     }
 }

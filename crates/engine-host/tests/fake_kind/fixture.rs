@@ -5,6 +5,7 @@ use std::sync::{Arc, OnceLock};
 use engine_host::discovery::{Options, discover};
 use engine_host::error::Result;
 use engine_host::manifest::ApiVersion;
+use engine_host::probe::Probe;
 use engine_host::registry::Registry;
 use engine_host::resources::{BuildInfo, Entry, ResourceSet, Wanted};
 use engine_host::runner::{
@@ -29,7 +30,7 @@ pub fn registry() -> &'static Registry {
     REGISTRY.get_or_init(|| {
         let directory = resource_testkit::support::plugin_directory().unwrap();
         let api = ApiVersion::parse(resource_api::API_VERSION).unwrap();
-        let options = Options { strict: false, api };
+        let options = Options { strict: false, api, probe: Probe::Never, use_lock: true };
         let found = discover(&[directory.path().to_owned()], &options).unwrap();
         let registry = Registry::load(&found, None);
         let kinds: Vec<_> = registry.kinds().collect();

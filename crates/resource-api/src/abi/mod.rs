@@ -7,6 +7,7 @@ pub mod fault;
 pub mod guard;
 pub mod layout;
 pub mod library;
+pub mod note;
 pub mod object;
 pub mod root;
 
@@ -15,6 +16,7 @@ pub mod generated {
     pub use super::cross::{Cross, CrossReturn, erase};
     pub use super::guard::guard;
     pub use super::layout::{MethodDesc, layout_of};
+    pub use super::note::{About, Note, content_len};
     pub use super::object::{Instance, Interface, Object, VTableHead, instance};
     pub use super::root::{PluginRoot, header};
     pub use crate::ResourceError;

@@ -1,0 +1,203 @@
+//! `engine-host plugin doctor`: every stage that a plugin goes through, and how it fared; and
+//! `plugin trust`.
+
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+
+use serde_json::{Value, json};
+
+use super::ConfigArg;
+use crate::discovery::lock::{Lock, Locked, digest_of};
+use crate::discovery::{Discovered, State};
+use crate::error::{Error, ErrorKind, Result};
+use crate::{probe, registry, setup};
+
+/// What one stage said.
+struct Stage {
+    name: &'static str,
+    /// What was found, or why the plugin is refused.
+    outcome: std::result::Result<String, String>,
+}
+
+/// Examines plugins and prints what was found; a failure if one is refused.
+pub fn doctor(config: &ConfigArg, paths: &[PathBuf], as_json: bool) -> Result<ExitCode> {
+    let found = select(config, paths)?;
+    let mut refused = false;
+    let mut all = Vec::new();
+    for plugin in &found {
+        let stages = examine(plugin);
+        refused |= stages.iter().any(|s| s.outcome.is_err());
+        match as_json {
+            true => all.push(to_json(plugin, &stages)),
+            false => print(plugin, &stages),
+        }
+    }
+    if as_json {
+        say!("{}", Value::Array(all));
+    }
+    Ok(ExitCode::from(u8::from(refused)))
+}
+
+/// Takes every plugin that passes the checks of its file into its directory's lock.
+pub fn trust(config: &ConfigArg) -> Result<ExitCode> {
+    let mut config = config.load()?;
+    config.engine.use_lock = false;
+    let discovery = setup::discover(&config)?;
+    for dir in &config.engine.plugin_dirs {
+        let real = std::fs::canonicalize(dir).unwrap_or_else(|_| dir.clone());
+        let mut locked = Vec::new();
+        for plugin in discovery.plugins.iter().filter(|p| p.directory() == real) {
+            match lock_entry(plugin) {
+                Ok(entry) => {
+                    say!("trusted  {}  {}", entry.library_sha256, plugin.path.display());
+                    locked.push(entry);
+                }
+                Err(why) => note!("left out {}: {why}", plugin.path.display()),
+            }
+        }
+        Lock::new(locked).write(&real).map_err(|e| {
+            let message = format!("cannot write the lock of {}: {e}", dir.display());
+            Error::new(ErrorKind::Internal, message)
+        })?;
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+fn lock_entry(plugin: &Discovered) -> std::result::Result<Locked, String> {
+    if let State::Refused(why) = &plugin.state {
+        return Err(why.clone());
+    }
+    let checked = plugin.check_library().map_err(|e| e.reason)?;
+    let manifest = std::fs::read(&plugin.path).map_err(|e| format!("cannot be read: {e}"))?;
+    Ok(Locked {
+        name: plugin.name(),
+        manifest: plugin.path.file_name().unwrap_or_default().to_string_lossy().into_owned(),
+        manifest_sha256: digest_of(&manifest).to_string(),
+        library_sha256: checked.sha256.to_string(),
+    })
+}
+
+/// The plugins that `paths` name: directories, manifests, or libraries beside a manifest. Without
+/// any, those of the configuration.
+fn select(config: &ConfigArg, paths: &[PathBuf]) -> Result<Vec<Discovered>> {
+    let mut config = config.load()?;
+    if paths.is_empty() {
+        return Ok(setup::discover(&config)?.plugins);
+    }
+    let mut all = Vec::new();
+    for path in paths {
+        let is_dir = path.is_dir();
+        let parent =
+            || path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
+        let dir = if is_dir { path } else { parent() };
+        config.engine.plugin_dirs = vec![dir.to_path_buf()];
+        let name = path.file_name();
+        let is_meant = |p: &Discovered| {
+            is_dir
+                || p.path.file_name() == name
+                || p.library_path().is_some_and(|library| library.file_name() == name)
+        };
+        let before = all.len();
+        all.extend(setup::discover(&config)?.plugins.into_iter().filter(is_meant));
+        if all.len() == before {
+            return Err(Error::usage(format!(
+                "{}: no manifest here names it; a plugin is a library with a manifest beside it",
+                path.display()
+            )));
+        }
+    }
+    Ok(all)
+}
+
+/// Puts a plugin through every stage, up to the first that refuses it.
+fn examine(plugin: &Discovered) -> Vec<Stage> {
+    let mut stages = Vec::new();
+    let mut stage = |name, outcome: std::result::Result<String, String>| {
+        let went_well = outcome.is_ok();
+        stages.push(Stage { name, outcome });
+        went_well
+    };
+    let manifest = match (&plugin.state, &plugin.manifest) {
+        (State::Refused(_), _) | (_, None) => {
+            let problems: Vec<String> = plugin.problems.0.iter().map(ToString::to_string).collect();
+            Err(problems.join("\n"))
+        }
+        (State::Disabled, Some(_)) => Ok("disabled (enabled = false)".into()),
+        (State::Usable, Some(m)) => Ok(format!(
+            "{} {}, contract {}, kinds {}",
+            m.name,
+            m.version,
+            m.api,
+            m.kinds.join(", ")
+        )),
+    };
+    if !stage("manifest", manifest) || plugin.state == State::Disabled {
+        return stages;
+    }
+    let checked = match plugin.check_library() {
+        Ok(checked) => checked,
+        Err(e) => {
+            stage("file", Err(e.reason));
+            return stages;
+        }
+    };
+    let size = checked.file.metadata().map_or(0, |m| m.len());
+    let pin = if plugin.is_pinned() { "pinned" } else { "not pinned" };
+    stage("file", Ok(format!("{size} bytes, sha256 {} ({pin})", checked.sha256)));
+    let note = match &checked.note {
+        None => Err("carries no RESAPI note: is it built with export_plugin!?".to_owned()),
+        Some(note) => note.check().map(|()| {
+            let cpu = match note.features.is_empty() {
+                true => "any CPU of its kind".to_owned(),
+                false => format!("a CPU with {}", note.features.join(", ")),
+            };
+            format!("{}, by {}, panic={}, for {cpu}", note.plugin, note.rustc, note.panic)
+        }),
+    };
+    if !stage("note", note) {
+        return stages;
+    }
+    let probed = probe::probe(&checked);
+    let text = |took: std::time::Duration| format!("a child process loads it in {took:.1?}");
+    if !stage("probe", probed.map(text)) {
+        return stages;
+    }
+    let listed = registry::inspect(plugin);
+    stage(
+        "load",
+        match listed.reason {
+            Some(reason) => Err(reason),
+            None => Ok(format!(
+                "provides {}",
+                crate::suggest::listed(listed.provides.iter().map(String::as_str))
+            )),
+        },
+    );
+    stages
+}
+
+fn print(plugin: &Discovered, stages: &[Stage]) {
+    say!("{}", plugin.path.display());
+    for Stage { name, outcome } in stages {
+        match outcome {
+            Ok(text) => say!("  {name:<9} ok       {text}"),
+            Err(text) => {
+                for (i, line) in text.lines().enumerate() {
+                    let mark = if i == 0 { "refused" } else { "" };
+                    say!("  {name:<9} {mark:<8} {line}");
+                }
+            }
+        }
+    }
+}
+
+fn to_json(plugin: &Discovered, stages: &[Stage]) -> Value {
+    let stages = stages.iter().map(|s| {
+        let (key, text) = match &s.outcome {
+            Ok(text) => ("found", text),
+            Err(text) => ("refused", text),
+        };
+        json!({ "stage": s.name, key: text })
+    });
+    json!({ "manifest": plugin.path, "stages": stages.collect::<Vec<_>>() })
+}

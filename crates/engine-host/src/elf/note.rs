@@ -1,0 +1,215 @@
+//! What a library says about itself in the note that `export_plugin!` writes, read from the file
+//! without running anything of it.
+
+use resource_api::abi::note::{NAME, NAME_LEN, TYPE};
+
+use super::header::{Fields, Image, PT_NOTE, Segment};
+
+/// Larger notes are not ours.
+const MAX_BYTES: u64 = 64 << 10;
+
+/// The content of a plugin's note. All text is the file's own claim.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct PluginNote {
+    /// Name and version of its crate.
+    pub plugin: String,
+    /// Version of the contract.
+    pub api: String,
+    /// The compiler.
+    pub rustc: String,
+    /// `unwind` or `abort`.
+    pub panic: String,
+    /// Instruction set extensions that all of its code may use.
+    pub features: Vec<String>,
+    /// Kinds that it builds.
+    pub kinds: Vec<String>,
+    /// Capabilities of what it builds.
+    pub provides: Vec<String>,
+}
+
+impl PluginNote {
+    /// Finds the note among the segments; `None` when there is none.
+    pub(super) fn read(image: &Image<'_>, segments: &[Segment]) -> Result<Option<Self>, String> {
+        for segment in segments.iter().filter(|s| s.kind == PT_NOTE && s.file_size <= MAX_BYTES) {
+            let bytes = image.read("a note", segment.offset, segment.file_size)?;
+            if let Some(content) = find(&bytes, segment.align.max(4) as usize) {
+                let text = content.split(|&b| b == 0).next().unwrap_or_default();
+                let text = std::str::from_utf8(text)
+                    .map_err(|_| "corrupt: its RESAPI note is not text".to_owned())?;
+                return Ok(Some(Self::parse(text)));
+            }
+        }
+        Ok(None)
+    }
+
+    /// Keys that are not known are of later versions.
+    fn parse(text: &str) -> Self {
+        let mut note = Self::default();
+        for (key, value) in text.lines().filter_map(|line| line.split_once(' ')) {
+            let value = value.to_owned();
+            match key {
+                "plugin" => note.plugin = value,
+                "api" => note.api = value,
+                "rustc" => note.rustc = value,
+                "panic" => note.panic = value,
+                "feature" => note.features.push(value),
+                "kind" => note.kinds.push(value),
+                "provides" => note.provides.push(value),
+                _ => {}
+            }
+        }
+        note
+    }
+
+    /// Why this process cannot run the library; one line that says what to do.
+    pub fn check(&self) -> Result<(), String> {
+        let host = resource_api::API_VERSION;
+        if self.api.split('.').next() != host.split('.').next() {
+            return Err(format!(
+                "was built against contract {:?}, this host speaks {host}: rebuild it",
+                self.api
+            ));
+        }
+        if self.panic != "unwind" {
+            return Err(format!(
+                "was built with panic={}: a panic in it would end the process; build it with \
+                 panic=unwind",
+                self.panic
+            ));
+        }
+        let lacking: Vec<&str> =
+            self.features.iter().map(String::as_str).filter(|f| !cpu_has(f)).collect();
+        match lacking.is_empty() {
+            true => Ok(()),
+            false => Err(format!(
+                "was built for a CPU with {}, which this one lacks: build it without \
+                 target-cpu=native",
+                lacking.join(", ")
+            )),
+        }
+    }
+}
+
+/// The content of our note in a segment of notes.
+fn find(bytes: &[u8], align: usize) -> Option<&[u8]> {
+    let mut at = 0usize;
+    while let Some(header) = bytes.get(at..at.checked_add(12)?) {
+        let fields = Fields(header);
+        let (name_len, content_len) = (fields.u32(0), fields.u32(4));
+        let name_at = at + 12;
+        // The name is padded to four bytes in every note, whatever the segment's alignment.
+        let content_at = name_at.checked_add((name_len as usize).checked_next_multiple_of(4)?)?;
+        let content_at = content_at.checked_next_multiple_of(align.min(8))?;
+        let end = content_at.checked_add(content_len as usize)?;
+        let is_ours = name_len == NAME_LEN
+            && fields.u32(8) == TYPE
+            && bytes.get(name_at..name_at + NAME.len()) == Some(&NAME[..]);
+        if is_ours {
+            return bytes.get(content_at..end);
+        }
+        at = end.checked_next_multiple_of(align.min(8))?;
+    }
+    None
+}
+
+#[cfg(target_arch = "x86_64")]
+fn cpu_has(feature: &str) -> bool {
+    macro_rules! has {
+        ($($name:tt),*) => {
+            match feature {
+                $($name => std::arch::is_x86_feature_detected!($name),)*
+                // Unknown to this host: the code may rely on it.
+                _ => false,
+            }
+        };
+    }
+    has!(
+        "sse",
+        "sse2",
+        "sse3",
+        "ssse3",
+        "sse4.1",
+        "sse4.2",
+        "popcnt",
+        "avx",
+        "avx2",
+        "fma",
+        "f16c",
+        "bmi1",
+        "bmi2",
+        "lzcnt",
+        "movbe",
+        "aes",
+        "pclmulqdq",
+        "sha",
+        "gfni",
+        "vaes",
+        "vpclmulqdq",
+        "avx512f",
+        "avx512bw",
+        "avx512cd",
+        "avx512dq",
+        "avx512vl",
+        "avx512ifma",
+        "avx512vbmi",
+        "avx512vbmi2",
+        "avx512vnni",
+        "avx512bitalg",
+        "avx512vpopcntdq",
+        "avx512bf16",
+        "avxvnni"
+    )
+}
+
+#[cfg(not(target_arch = "x86_64"))]
+fn cpu_has(_feature: &str) -> bool {
+    true
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn note(name: &[u8], kind: u32, content: &[u8], align: usize) -> Vec<u8> {
+        let mut bytes = Vec::new();
+        for word in [name.len() as u32, content.len() as u32, kind] {
+            bytes.extend(word.to_le_bytes());
+        }
+        bytes.extend(name);
+        bytes.resize(bytes.len().next_multiple_of(4).next_multiple_of(align), 0);
+        bytes.extend(content);
+        bytes.resize(bytes.len().next_multiple_of(align), 0);
+        bytes
+    }
+
+    #[test]
+    fn ours_is_found_among_others() {
+        for align in [4, 8] {
+            let others = [note(b"GNU\0", 3, &[7; 20], align), note(b"RESAPI\0", 9, b"no", align)];
+            let ours = note(b"RESAPI\0", 1, b"kind a\nkind b\nlater x\n\0\0\0", align);
+            let all = [others.concat(), ours].concat();
+            let content = find(&all, align).unwrap();
+            let note = PluginNote::parse(std::str::from_utf8(content).unwrap());
+            assert_eq!(note.kinds, ["a", "b"]);
+            assert_eq!(find(&others.concat(), align), None);
+            for end in 0..all.len() {
+                // Any cut is either complete or nothing; it never panics.
+                let _ = find(&all[..end], align);
+            }
+        }
+        assert_eq!(find(&[0xff; 64], 4), None, "lengths past the end");
+    }
+
+    #[test]
+    fn what_cannot_run_here_is_refused_with_what_to_do() {
+        let good = PluginNote { api: "1.0".into(), panic: "unwind".into(), ..Default::default() };
+        assert_eq!(good.check(), Ok(()));
+        let message = |note: PluginNote| note.check().unwrap_err();
+        let abort = message(PluginNote { panic: "abort".into(), ..good.clone() });
+        assert!(abort.starts_with("was built with panic=abort"), "{abort}");
+        let old = message(PluginNote { api: "2.0".into(), ..good.clone() });
+        assert!(old.contains("contract \"2.0\", this host speaks 1.0"), "{old}");
+        let exotic = message(PluginNote { features: vec!["avx4096".into()], ..good });
+        assert!(exotic.contains("a CPU with avx4096"), "{exotic}");
+    }
+}
