@@ -170,13 +170,13 @@ extern "C" __global__ void __launch_bounds__(PICK_THREADS) sample_pick(
     u64* drawn_sums = model_sums + blocks;
     Entries entries = {drawn, of_key(best_key), scale_of(own.temperature),
                        keys + (u64)blockIdx.y * blocks, blocks, 0, -1.0, 0.0f, 0};
+    u64 bits = random_bits(own);
     if (own.top_k > 0 || own.top_p < 1.0f || own.min_p > 0.0f) {
       u64 total = needs_sums(own) ? total_of(drawn_sums, blocks, desk) : 0;
-      truncate(entries, own, total, best_key, desk);
-      sum_blocks(entries, drawn_sums);
-      __syncthreads();
+      token = draw_from_some(entries, own, total, bits, best_key, drawn_sums, desk);
+    } else {
+      token = draw(entries, drawn_sums, bits, desk);
     }
-    token = draw(entries, drawn_sums, random_bits(own), desk);
   }
   if (threadIdx.x == 0) {
     double above_best = (double)model[blockIdx.y * model_stride + token] -

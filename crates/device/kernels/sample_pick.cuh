@@ -1,210 +1,12 @@
-// The choice of a token by one block of threads: the entries of a row that top-k, top-p and min-p leave,
-// and the draw among them.
-//
-// Nothing is sorted. The entry at which a count or a sum of weights is reached is found by histograms
-// that narrow down on it; their sums are whole numbers, so that atomics may add in any order.
+// The choice of a token by one block of threads, among the entries that top-k, top-p and min-p leave.
 #pragma once
 
-#include "sample.cuh"
-
-constexpr u32 PICK_THREADS = 1024;
-constexpr u32 BINS = 2 * PICK_THREADS;
-// Entries that are kept at hand; of rows that have more, all are looked at each time.
-constexpr u32 LIST = 3840;
-constexpr u32 NOT_FOUND = 0xffffffffu;
-
-// Shared memory of `sample_pick`.
-struct Desk {
-  u64 list[LIST];
-  // Of each bin: low and high half of a sum.
-  u32 low[BINS], high[BINS];
-  u64 warps[32];
-  u32 listed, found;
-  u64 before;
-};
-
-// The sum up to and with this thread; `total` is that of all.
-DEVICE u64 scan_all(u64 x, Desk& desk, u64& total) {
-  u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-#pragma unroll
-  for (u32 step = 1; step < 32; step *= 2) {
-    u64 other = __shfl_up_sync(ALL_LANES, x, step);
-    if (lane >= step) x += other;
-  }
-  if (lane == 31) desk.warps[warp] = x;
-  __syncthreads();
-  if (warp == 0) {
-    u64 sum = desk.warps[lane];
-#pragma unroll
-    for (u32 step = 1; step < 32; step *= 2) {
-      u64 other = __shfl_up_sync(ALL_LANES, sum, step);
-      if (lane >= step) sum += other;
-    }
-    desk.warps[lane] = sum;
-  }
-  __syncthreads();
-  u64 before = warp > 0 ? desk.warps[warp - 1] : 0;
-  total = desk.warps[31];
-  __syncthreads();
-  return before + x;
-}
-
-DEVICE u64 sum_all(u64 x, Desk& desk) {
-  u64 total;
-  scan_all(x, desk, total);
-  return total;
-}
-
-// The sum of `count` numbers.
-DEVICE u64 total_of(const u64* from, u32 count, Desk& desk) {
-  u64 sum = 0;
-  for (u32 i = threadIdx.x; i < count; i += PICK_THREADS) sum += from[i];
-  return sum_all(sum, desk);
-}
-
-// The entries of a row that may still be drawn.
-struct Entries {
-  Logits row;
-  float best, scale;
-  // The best key of each block.
-  const u32* keys;
-  u32 blocks;
-  // Entries below are out.
-  u64 cut;
-  // So are weights that are not above `rest`, or are below `min_weight`.
-  double rest;
-  float min_weight;
-  // How many are at hand; beyond LIST none are, and the whole row is looked at.
-  u32 listed;
-
-  DEVICE float weight(u64 entry) const {
-    return weight_of(of_key((u32)(entry >> 32)), best, scale);
-  }
-  DEVICE bool has(u64 entry, float weight) const {
-    return entry >= cut && (double)weight > rest && weight >= min_weight;
-  }
-
-  // Calls `f` with the entries of a block from the cut on, on some thread of the warp.
-  template <class F>
-  DEVICE void look_at(u32 block, F f) const {
-#pragma unroll
-    for (u32 i = 0; i < 2; i++) {
-      u32 at = block * BLOCK + i * 128 + threadIdx.x % 32 * 4;
-      if (at >= row.count) continue;
-      float x[4];
-      row.load4(at, x);
-      row.penalise4(at, x);
-#pragma unroll
-      for (u32 j = 0; j < 4; j++) {
-        u64 entry = entry_of(key_of(x[j]), at + j);
-        if (entry >= cut) f(entry);
-      }
-    }
-  }
-
-  // Calls `f` with all entries of the row from the cut on, a warp for each block that has some.
-  template <class F>
-  DEVICE void look(F f) const {
-    u32 low = (u32)(cut >> 32);
-    for (u32 block = threadIdx.x / 32; block < blocks; block += PICK_THREADS / 32) {
-      if (keys[block] >= low) look_at(block, f);
-    }
-  }
-
-  // Calls `f(entry, weight)` with every entry that may be drawn, on some thread.
-  template <class F>
-  DEVICE void each(const Desk& desk, F f) const {
-    auto one = [&](u64 entry) {
-      float w = weight(entry);
-      if (has(entry, w)) f(entry, w);
-    };
-    if (listed <= LIST) {
-      for (u32 i = threadIdx.x; i < listed; i += PICK_THREADS) one(desk.list[i]);
-    } else {
-      look(one);
-    }
-  }
-
-  // Lists the entries that may be drawn.
-  DEVICE void gather(Desk& desk) {
-    if (threadIdx.x == 0) desk.listed = 0;
-    __syncthreads();
-    look([&](u64 entry) {
-      if (!has(entry, weight(entry))) return;
-      u32 at = atomicAdd(&desk.listed, 1u);
-      if (at < LIST) desk.list[at] = entry;
-    });
-    __syncthreads();
-    listed = desk.listed;
-    __syncthreads();
-  }
-};
-
-// Of what to add up, and along which half of an entry, greatest first.
-struct Along {
-  bool by_token, by_weight;
-  // Only entries with this key, or 0 for all.
-  u32 only;
-};
-
-// The greatest half h such that entries of halves from h on add up to `wanted`; `above` gets the sum
-// of those past it. NOT_FOUND where all do not reach it. [low, high] has all halves.
-//
-// A histogram of the range finds a bin, which becomes the range. With LIST_AGAIN, entries below the first
-// bin found are cut off, after which they may fit the list.
-template <bool LIST_AGAIN>
-DEVICE u32 reach(Entries& entries, Along along, u64 wanted, u32 low, u32 high, u64& above,
-                 Desk& desk) {
-  above = 0;
-  bool is_first = true;
-  while (true) {
-    u32 span = high - low, bits = 32 - __clz(span), shift = bits > 11 ? bits - 11 : 0;
-    for (u32 i = threadIdx.x; i < BINS; i += PICK_THREADS) desk.low[i] = desk.high[i] = 0;
-    if (threadIdx.x == 0) desk.found = NOT_FOUND;
-    __syncthreads();
-    entries.each(desk, [&](u64 entry, float weight) {
-      u32 key = (u32)(entry >> 32), half = along.by_token ? (u32)entry : key;
-      if (half < low || half > high || (along.only && key != along.only)) return;
-      u64 value = along.by_weight ? units_of(weight) : 1;
-      u32 bin = half - low >> shift, part = (u32)value, rest = (u32)(value >> 32);
-      u32 old = atomicAdd(&desk.low[bin], part);
-      rest += old + part < old;
-      if (rest) atomicAdd(&desk.high[bin], rest);
-    });
-    __syncthreads();
-    // Bins from the greatest on, two to a thread.
-    u32 bin = BINS - 1 - 2 * threadIdx.x;
-    u64 first = (u64)desk.high[bin] << 32 | desk.low[bin];
-    u64 second = (u64)desk.high[bin - 1] << 32 | desk.low[bin - 1];
-    u64 total, with = above + scan_all(first + second, desk, total);
-    u64 before = with - first - second;
-    if (before < wanted && before + first >= wanted) {
-      desk.found = bin, desk.before = before;
-    } else if (before + first < wanted && with >= wanted) {
-      desk.found = bin - 1, desk.before = before + first;
-    }
-    __syncthreads();
-    u32 found = desk.found;
-    above = found == NOT_FOUND ? above : desk.before;
-    __syncthreads();
-    if (found == NOT_FOUND) return NOT_FOUND;
-    low += found << shift;
-    if (shift == 0) return low;
-    u32 left = high - low, width = (1u << shift) - 1;
-    high = low + (width < left ? width : left);
-    if (LIST_AGAIN && is_first && entries.listed > LIST) {
-      u64 cut = (u64)low << 32;
-      entries.cut = cut > entries.cut ? cut : entries.cut;
-      entries.gather(desk);
-    }
-    is_first = false;
-  }
-}
+#include "sample_entries.cuh"
 
 // Cuts off all but the fewest of the best entries that add up to `wanted`.
 DEVICE void keep(Entries& entries, bool by_weight, u64 wanted, u32 low, u32 high, Desk& desk) {
   u64 above;
-  u32 key = reach<true>(entries, {false, by_weight, 0}, wanted, low, high, above, desk);
+  u32 key = reach<false>(entries, {false, by_weight, 0}, wanted, low, high, above, desk);
   if (key == NOT_FOUND) return;
   u64 first = (u64)key << 32, cut = first > entries.cut ? first : entries.cut;
   // How many of those with this key are needed, the smallest ids of them.
@@ -217,57 +19,6 @@ DEVICE void keep(Entries& entries, bool by_weight, u64 wanted, u32 low, u32 high
     cut = first | reach<false>(entries, {true, false, key}, needed, last, ~0u, unused, desk);
   }
   entries.cut = cut;
-}
-
-// Leaves the entries that top-k, top-p and min-p leave. `total` is the sum of the row's weights, where
-// it is needed.
-DEVICE void truncate(Entries& entries, const SampleRow& how, u64 total, u32 best_key, Desk& desk) {
-  u64 whole = total;
-  u32 low = KEY_LEAST + 1;
-  if (how.top_k == 0) {
-    double weight = (double)how.min_p;
-    if (how.top_p < 1.0f) {
-      double share = __ddiv_rn((double)total, UNITS);
-      // All tokens up to this weight together are no more than what top-p leaves out.
-      weight = __ddiv_rn(__dmul_rn(1.0 - (double)how.top_p, share), (double)entries.row.count);
-      entries.rest = weight;
-    } else {
-      entries.min_weight = how.min_p;
-    }
-    // A logit safely below those of this weight, so that few need to be looked at.
-    double slack = (double)how.temperature * 1e-3 + fabs((double)entries.best) * 1e-6 + 1e-37;
-    double bound = (double)entries.best + (double)how.temperature * log(weight) - slack;
-    u32 key = key_of((float)bound);
-    low = key > low ? key : low;
-  } else if (how.top_k <= entries.blocks && entries.blocks <= LIST) {
-    // As many blocks have an entry from here on.
-    for (u32 i = threadIdx.x; i < entries.blocks; i += PICK_THREADS) {
-      desk.list[i] = entry_of(entries.keys[i], i);
-    }
-    __syncthreads();
-    entries.listed = entries.blocks;
-    u64 unused;
-    u32 key = reach<false>(entries, {false, false, 0}, how.top_k, low, best_key, unused, desk);
-    low = key == NOT_FOUND ? low : key;
-  }
-  entries.cut = (u64)low << 32;
-  entries.listed = LIST + 1;
-  if (how.top_k > 0) entries.gather(desk);
-  for (u32 stage = 0; stage < 2; stage++) {
-    bool by_weight = stage == 1;
-    if (by_weight ? how.top_p == 1.0f : how.top_k == 0) continue;
-    u64 wanted = how.top_k;
-    if (by_weight) {
-      if (how.top_k > 0) {
-        u64 mine = 0;
-        entries.each(desk, [&](u64, float w) { mine += units_of(w); });
-        whole = sum_all(mine, desk);
-      }
-      wanted = (u64)ceil(__dmul_rn((double)how.top_p, (double)whole));
-    }
-    keep(entries, by_weight, wanted, low, best_key, desk);
-  }
-  entries.min_weight = how.min_p;
 }
 
 // Sums the weights of the entries left, block by block.
@@ -320,4 +71,111 @@ DEVICE u32 draw(const Entries& entries, const u64* sums, u64 bits, Desk& desk) {
   if (with > target && with - own <= target) desk.listed = token;
   __syncthreads();
   return desk.listed == NOT_FOUND ? desk.found : desk.listed;
+}
+
+// The part of `whole` that top-p wants.
+DEVICE u64 wanted_of(u64 whole, float top_p) {
+  return (u64)ceil(__dmul_rn((double)top_p, (double)whole));
+}
+
+// Draws from few entries, all of them listed: each thread compares its own with all others, which takes
+// fewer barriers than histograms. `whole` is what top-p takes its part of, without top-k.
+DEVICE u32 draw_from_few(const Entries& entries, const SampleRow& how, u64 whole, u64 bits,
+                         Desk& desk) {
+  u64* units = (u64*)desk.low;
+  u32 count = entries.listed;
+  bool is_kept = threadIdx.x < count;
+  u64 entry = is_kept ? desk.list[threadIdx.x] : 0;
+  float weight = is_kept ? entries.weight(entry) : 0.0f;
+  u64 own = units_of(weight);
+  if (is_kept) units[threadIdx.x] = own;
+  __syncthreads();
+  u32 rank = 0;
+  u64 better = 0;
+  if (is_kept) {
+    for (u32 i = 0; i < count; i++) {
+      bool is_better = desk.list[i] > entry;
+      rank += is_better;
+      better += is_better ? units[i] : 0;
+    }
+  }
+  if (how.top_k > 0) is_kept = is_kept && rank < how.top_k;
+  if (how.top_p < 1.0f) {
+    if (how.top_k > 0) whole = sum_all(is_kept ? own : 0, desk);
+    is_kept = is_kept && better < wanted_of(whole, how.top_p);
+  }
+  is_kept = is_kept && weight >= how.min_p;
+  u64 target = share_of_total(bits, sum_all(is_kept ? own : 0, desk));
+  if (threadIdx.x < count) units[threadIdx.x] = is_kept ? own : 0;
+  __syncthreads();
+  if (is_kept) {
+    // Smaller ids have greater halves.
+    u64 before = 0;
+    for (u32 i = 0; i < count; i++) before += (u32)desk.list[i] > (u32)entry ? units[i] : 0;
+    if (before <= target && before + own > target) desk.found = token_of(entry);
+  }
+  __syncthreads();
+  return desk.found;
+}
+
+// Draws from the entries that top-k, top-p and min-p leave. `total` is the sum of the row's weights, where it
+// is needed; `sums` is scratch memory, one for each block.
+DEVICE u32 draw_from_some(Entries& entries, const SampleRow& how, u64 total, u64 bits, u32 best_key,
+                          u64* sums, Desk& desk) {
+  bool has_k = how.top_k > 0, has_p = how.top_p < 1.0f;
+  u32 low = KEY_LEAST + 1;
+  if (!has_k) {
+    double weight = (double)how.min_p;
+    if (has_p) {
+      double share = __ddiv_rn((double)total, UNITS);
+      // All tokens up to this weight together are no more than what top-p leaves out.
+      weight = __ddiv_rn(__dmul_rn(1.0 - (double)how.top_p, share), (double)entries.row.count);
+      entries.rest = weight;
+    } else {
+      entries.min_weight = how.min_p;
+    }
+    // A logit safely below those of this weight, so that few need to be looked at.
+    double slack = (double)how.temperature * 1e-3 + fabs((double)entries.best) * 1e-6 + 1e-37;
+    double bound = (double)entries.best + (double)how.temperature * log(weight) - slack;
+    u32 key = key_of((float)bound);
+    low = key > low ? key : low;
+  } else if (how.top_k <= entries.blocks && entries.blocks <= LIST) {
+    // As many blocks have an entry from here on.
+    for (u32 i = threadIdx.x; i < entries.blocks; i += PICK_THREADS) {
+      desk.list[i] = entry_of(entries.keys[i], i);
+    }
+    __syncthreads();
+    entries.listed = entries.blocks;
+    u64 unused;
+    u32 key = reach<false>(entries, {false, false, 0}, how.top_k, low, best_key, unused, desk);
+    low = key == NOT_FOUND ? low : key;
+  }
+  entries.cut = (u64)low << 32;
+  entries.listed = LIST + 1;
+  if (has_k) entries.gather(desk);
+  if (entries.listed > LIST && (has_k || has_p)) {
+    u64 wanted = has_k ? how.top_k : wanted_of(total, how.top_p);
+    narrow(entries, !has_k, wanted, low, best_key, desk);
+  }
+  if (entries.listed <= FEW) return draw_from_few(entries, how, total, bits, desk);
+
+  for (u32 stage = 0; stage < 2; stage++) {
+    bool by_weight = stage == 1;
+    if (by_weight ? !has_p : !has_k) continue;
+    u64 wanted = how.top_k;
+    if (by_weight) {
+      u64 whole = total;
+      if (has_k) {
+        u64 mine = 0;
+        entries.each(desk, [&](u64, float w) { mine += units_of(w); });
+        whole = sum_all(mine, desk);
+      }
+      wanted = wanted_of(whole, how.top_p);
+    }
+    keep(entries, by_weight, wanted, low, best_key, desk);
+  }
+  entries.min_weight = how.min_p;
+  sum_blocks(entries, sums);
+  __syncthreads();
+  return draw(entries, sums, bits, desk);
 }

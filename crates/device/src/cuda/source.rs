@@ -16,8 +16,15 @@ macro_rules! sources {
 }
 
 /// Files that others include, by the name they are included by.
-pub(super) const HEADERS: &[(&str, &str)] =
-    sources!["attention.cuh", "mma.cuh", "rope.cuh", "sample.cuh", "sample_pick.cuh", "types.cuh"];
+pub(super) const HEADERS: &[(&str, &str)] = sources![
+    "attention.cuh",
+    "mma.cuh",
+    "rope.cuh",
+    "sample.cuh",
+    "sample_entries.cuh",
+    "sample_pick.cuh",
+    "types.cuh"
+];
 
 /// Files with kernels.
 const SOURCES: &[(&str, &str)] = sources![
