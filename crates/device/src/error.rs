@@ -51,7 +51,7 @@ impl From<Error> for ResourceError {
     fn from(error: Error) -> Self {
         let kind = match &error {
             Error::OutOfMemory { .. } => ErrorKind::EXHAUSTED,
-            Error::CpuFeatures(_) => ErrorKind::INVALID,
+            Error::CpuFeatures(_) | Error::Tensor { .. } => ErrorKind::INVALID,
             Error::Library(_) => ErrorKind::UNSUPPORTED,
             _ => ErrorKind::INTERNAL,
         };
