@@ -25,6 +25,7 @@ macro_rules! note {
 
 mod bench;
 mod bench_model;
+mod check;
 mod doctor;
 mod generate;
 mod jobs;
@@ -200,6 +201,8 @@ enum PluginCommand {
     /// Loads the library on standard input: what the host does in a child process
     #[command(hide = true)]
     Probe,
+    /// Try a plugin against the contract: its rules, and random operations
+    Check(Box<check::CheckArgs>),
 }
 
 /// Runs the program: 0 for success, 1 for failure, 2 for wrong usage.
@@ -227,6 +230,7 @@ pub fn main_with(linked: Option<Linked>) -> ExitCode {
             PluginCommand::Doctor { config, paths, json } => doctor::doctor(config, paths, *json),
             PluginCommand::Trust { config } => doctor::trust(config),
             PluginCommand::Probe => Ok(crate::probe::child()),
+            PluginCommand::Check(args) => check::run(args),
         },
         Command::Bench(command) => bench::run(command, linked),
     };

@@ -169,6 +169,22 @@ pub fn discover(dirs: &[PathBuf], options: &Options) -> Result<Discovery> {
     Ok(Discovery { plugins })
 }
 
+/// One manifest by its path, whatever else lies in its directory, `plugins.lock` included.
+///
+/// # Errors
+/// As for [`discover`], about the manifest's directory.
+pub fn discover_one(manifest: &Path, options: &Options) -> Result<Discovered> {
+    let directory = match manifest.parent() {
+        Some(parent) if !parent.as_os_str().is_empty() => parent,
+        _ => Path::new("."),
+    };
+    let policy = Policy::of_directory(directory, options.strict).map_err(|reason| {
+        let what = format!("plugin directory {reason}");
+        Error::Discovery(Problems(vec![Problem::of_file(document::shown(directory), what)]))
+    })?;
+    Ok(inspect(manifest.to_owned(), &policy, options, None))
+}
+
 /// The rules of a directory and its manifests in the order of their names' bytes.
 fn scan(dir: &Path, strict: bool) -> Result<(Policy, Vec<PathBuf>), String> {
     let policy = Policy::of_directory(dir, strict)?;

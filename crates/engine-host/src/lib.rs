@@ -19,6 +19,7 @@ pub mod error;
 pub mod manifest;
 pub mod names;
 pub mod order;
+pub mod plugin_check;
 pub mod probe;
 pub mod registry;
 pub mod request;

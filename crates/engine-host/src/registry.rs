@@ -18,6 +18,10 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::probe;
 use crate::suggest;
 
+mod file;
+
+pub use file::{PluginFile, load_file};
+
 /// A kind with where it comes from.
 #[derive(Clone, Debug)]
 pub struct Registered {

@@ -3,12 +3,13 @@
 use serde::{Deserialize, Serialize};
 
 macro_rules! faults {
-    ($($name:ident: $doc:literal,)*) => {
+    ($($name:ident: $doc:literal,)*; $($deadly:ident: $why:literal,)*) => {
         /// A fault to be planted, one at a time.
         #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
         #[serde(rename_all = "snake_case")]
         pub enum Fault {
             $(#[doc = $doc] $name,)*
+            $(#[doc = $why] $deadly,)*
         }
 
         impl Fault {
@@ -54,4 +55,28 @@ faults! {
     FactsLie: "The facts have one page more than there is.",
     MemoryKept: "The memory is not given back to the engine.",
     PanicsInCommit: "commit panics when two requests commit together.",
+    ;
+    Aborts: "commit ends the process.",
+    Hangs: "commit never comes back.",
+    Overflows: "commit recurses until the stack is gone.",
+}
+
+impl Fault {
+    /// Does the deed of a fault that does not leave the process alive.
+    pub(super) fn strike(fault: Option<Fault>) {
+        fn deeper(at: u64) -> u64 {
+            let here = std::hint::black_box([at; 64]);
+            if at == u64::MAX { 0 } else { deeper(at + 1) + here[7] }
+        }
+        match fault {
+            Some(Fault::Aborts) => std::process::abort(),
+            Some(Fault::Hangs) => loop {
+                std::thread::park();
+            },
+            Some(Fault::Overflows) => {
+                std::hint::black_box(deeper(0));
+            }
+            _ => {}
+        }
+    }
 }

@@ -101,6 +101,7 @@ impl Resource for FakeCache {
     fn commit(&self, share: &ResourceStep<'_>, ctx: &StepContext<'_>) -> Result<()> {
         let crowd = ctx.request_ids().len() > 1;
         assert!(!(crowd && self.has(Fault::PanicsInCommit)), "planted");
+        Fault::strike(self.fault);
         self.with(|state| {
             let keyed = ctx.graph_walk() == WalkId(0);
             let moves = state.commit(ctx.step().0, share.token_ids(), keyed)?;
