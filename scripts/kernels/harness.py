@@ -31,8 +31,22 @@ class Args(ctypes.Structure):
                 + [(n, ctypes.c_uint32) for n in WORDS] + [(n, ctypes.c_float) for n in FLOATS])
 
 
+class Attribute(ctypes.Structure):
+    _fields_ = [("id", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_int * 16)]
+
+
+class Config(ctypes.Structure):
+    _fields_ = ([(n, ctypes.c_uint) for n in ("gx", "gy", "gz", "bx", "by", "bz", "shared")]
+                + [("stream", ctypes.c_void_p), ("attributes", ctypes.POINTER(Attribute)), ("count", ctypes.c_uint)])
+
+
+PROGRAMMATIC_STREAM_SERIALIZATION = 6
+
+
 class Kernel:
     """One instance, loaded."""
+
+    overlap = True  # attention_decode is launched so that it may begin before the kernel in front of it ends
 
     def __init__(self, file, defines, arch="sm_90a"):
         torch.cuda.init()
@@ -50,8 +64,11 @@ class Kernel:
             check(cuda.cuFuncSetAttribute(self.function, 8, shared), f"{shared} bytes of shared memory")
             self.limit = shared
         parameters = (ctypes.c_void_p * 1)(ctypes.cast(ctypes.pointer(args), ctypes.c_void_p))
-        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-        check(cuda.cuLaunchKernel(self.function, *grid, threads, 1, 1, shared, stream, parameters, None), "launch")
+        overlap = Attribute(id=PROGRAMMATIC_STREAM_SERIALIZATION)
+        overlap.value[0] = 1
+        config = Config(*grid, threads, 1, 1, shared, torch.cuda.current_stream().cuda_stream, ctypes.pointer(overlap),
+                        int(self.overlap and self.name == "attention_decode"))
+        check(cuda.cuLaunchKernelEx(ctypes.byref(config), self.function, parameters, None), "launch")
 
     def run(self, step, args):
         head_dim = self.defines["HEAD_DIM"]
@@ -73,14 +90,14 @@ class Step:
     """A pool of pages and the rows of one step over it; contents random, everything that must not be read NaN."""
 
     def __init__(self, lens, spans, head_dim=128, kv="BF16", q="BF16", kv_heads=8, group=4, page=16, layers=1, layout="hnd", window=0,
-                 causal=1, softcap=0.0, chunk=0, blocks=None, min_span=1, seed=0, sharp=1.0, poison=True, device="cuda"):
+                 causal=1, softcap=0.0, chunk=0, blocks=None, min_span=1, seed=0, sharp=1.0, poison=True, shuffled=True, device="cuda"):
         self.__dict__.update(locals())
         rng = torch.Generator().manual_seed(seed)
         self.rows, rows = len(lens), len(lens)
         self.blocks = blocks or torch.cuda.get_device_properties(0).multi_processor_count
         need = [-(-n // page) for n in lens]
         pages = sum(need) + 1
-        order = (torch.randperm(pages - 1, generator=rng) + 1).tolist()
+        order = (torch.randperm(pages - 1, generator=rng) + 1 if shuffled else torch.arange(1, pages)).tolist()
         width = max(need) + 2
         seats = torch.randperm(rows + 3, generator=rng)[:rows]
         table = torch.full((rows + 3, width), -1 if poison else 0, dtype=torch.int32)

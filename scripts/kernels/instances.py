@@ -95,9 +95,10 @@ def instances():
     return found
 
 
-def decode_geometry(defines, arch_90=True):
+def decode_geometry(defines):
     """Warps and stages of attention_decode.cu for these defines (its defaults), and the bytes of one row."""
     row = defines["HEAD_DIM"] * ELEMENT[defines["KV_TYPE"][3:]]
-    warps = defines.get("WARPS", 4 if row >= 512 else 8)
-    stages = defines.get("STAGES", 3 if row >= 256 else 6 if row == 128 else 8)
+    few = row >= 256 or defines["GROUP_TILE"] > 8
+    warps = defines.get("WARPS", 4 if row >= 512 else 8 if few else 12)
+    stages = defines.get("STAGES", 3 if row >= 256 else 8 if row < 128 else 6 if few else 4)
     return warps, stages, row

@@ -22,6 +22,15 @@ DEVICE float exp2_approx(float x) {
     return y;
 }
 
+// n / d for quotients below 2^20, in half the time of the general division.
+DEVICE u32 divide(u32 n, u32 d) {
+    u32 q = (u32)__fdividef((float)n, (float)d);
+    const int rest = (int)(n - q * d);
+    if (rest < 0) q--;
+    else if (rest >= (int)d) q++;
+    return q;
+}
+
 DEVICE float bf16_to_float(u16 x) { return __uint_as_float((u32)x << 16); }
 
 DEVICE float f16_to_float(u16 x) {
@@ -137,8 +146,21 @@ DEVICE Float4 load_q4(const QElement* p) {
             __uint_as_float(w.y & 0xffff0000u)};
 }
 DEVICE void store_out2(QElement* p, float x, float y) { *(u32*)p = pack_bf16(x, y); }
+// Four elements as halves, in two words.
+DEVICE Word2 load_half4(const QElement* p) {
+#if KV_TYPE == KV_BF16
+    return *(const Word2*)p;
+#else
+    Float4 x = load_q4(p);
+    return {pack_half(x.x, x.y), pack_half(x.z, x.w)};
+#endif
+}
 #else
 typedef float QElement;
 DEVICE Float4 load_q4(const QElement* p) { return *(const Float4*)p; }
 DEVICE void store_out2(QElement* p, float x, float y) { *(Float2*)p = {x, y}; }
+DEVICE Word2 load_half4(const QElement* p) {
+    Float4 x = load_q4(p);
+    return {pack_half(x.x, x.y), pack_half(x.z, x.w)};
+}
 #endif

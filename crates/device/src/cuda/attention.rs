@@ -312,10 +312,12 @@ impl AttentionShape {
         let row_bytes = self.head_dim * self.cache.size() as u32;
         let group_tile = if self.group() <= 8 { 8 } else { 16 };
         // As measured for the 227 KiB of Hopper; less memory takes stages away, then warps.
-        let (mut warps, mut stages) = match row_bytes {
-            512.. => (4, 3),
-            256.. => (8, 3),
-            128.. => (8, 6),
+        let (mut warps, mut stages) = match (row_bytes, group_tile) {
+            (512.., _) => (4, 3),
+            (256.., _) => (8, 3),
+            (128.., 8) => (12, 4),
+            (128.., _) => (8, 6),
+            (_, 8) => (12, 8),
             _ => (8, 8),
         };
         let head_dim = self.head_dim;

@@ -18,12 +18,16 @@ macro_rules! sources {
 /// Files that others include, by the name they are included by.
 pub(super) const HEADERS: &[(&str, &str)] = sources![
     "attention.cuh",
+    "decode_load.cuh",
+    "decode_parts.cuh",
+    "decode_tile.cuh",
+    "decode_work.cuh",
     "mma.cuh",
     "rope.cuh",
     "sample.cuh",
     "sample_entries.cuh",
     "sample_pick.cuh",
-    "types.cuh"
+    "types.cuh",
 ];
 
 /// Files with kernels.
