@@ -106,6 +106,9 @@ struct GenerateArgs {
     /// Tell on standard error whenever a resource has no room: which, how much, and what is done
     #[arg(long)]
     explain: bool,
+    /// Tell on standard error what each resource has taken
+    #[arg(long)]
+    stats: bool,
     #[command(flatten)]
     sampling: SamplingArgs,
 }

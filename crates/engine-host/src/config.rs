@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
 use crate::document::{self, Problems};
+use crate::engine::OnFault;
 use crate::error::{Error, Result};
 use crate::probe::Probe;
 
@@ -59,6 +60,8 @@ pub struct EngineConfig {
     pub preplan: bool,
     /// Whether decode steps on a GPU are captured and replayed; default on.
     pub cuda_graphs: bool,
+    /// Seconds after which a call that has not come back is logged; 0 for never; default 10.
+    pub watchdog: u64,
     /// Requests in one step at most; default 64.
     pub max_batch: usize,
     /// Tokens in one step at most, the budget of chunked prefill; default 512.
@@ -83,6 +86,8 @@ pub struct ResourceConfig {
     pub nodes: Vec<String>,
     /// Keys that must be built before, beside those that the kind derives from its settings.
     pub depends_on: Vec<String>,
+    /// What happens when the resource has panicked; default `fail_requests`.
+    pub on_fault: OnFault,
     /// All other keys, for the kind to deserialize.
     pub settings: toml::Table,
     /// Line and column of the table and, by name, of each key in it, for later messages.

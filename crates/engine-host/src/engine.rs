@@ -1,5 +1,6 @@
 //! The engine: requests in, events out, one step at a time.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -17,14 +18,17 @@ use crate::runner::{FailedStep, Live, Runner, Staged, Started};
 use crate::scheduler::{Limits, Scheduler, Turn};
 use crate::services::Services;
 use crate::step::SubmoduleStep;
+use crate::watch::Watchdog;
 
 mod ahead;
 mod graphs;
 mod intake;
 mod pressure;
+mod wards;
 
 use intake::{prefix_root, skip_cached_prefix};
 pub use pressure::{Refusal, Remedy};
+pub use wards::{Canceller, OnFault};
 
 /// Counts since the engine was made.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -95,6 +99,11 @@ pub struct Engine {
     refusals: Vec<Refusal>,
     /// No request's deadline is before this one.
     next_deadline: Option<Instant>,
+    canceller: Canceller,
+    watchdog: Option<Watchdog>,
+    on_fault: BTreeMap<String, OnFault>,
+    /// Why the engine takes no more requests.
+    stopped: Option<String>,
 }
 
 impl Engine {
@@ -164,6 +173,10 @@ impl Engine {
             stalled: None,
             refusals: Vec::new(),
             next_deadline: None,
+            canceller: Canceller::default(),
+            watchdog: None,
+            on_fault: BTreeMap::new(),
+            stopped: None,
         };
         engine.capture_graphs();
         for entry in engine.runner.resources().entries() {
@@ -214,6 +227,7 @@ impl Engine {
         self.events.clear();
         self.refusals.clear();
         self.held.clear();
+        self.take_cancelled();
         self.enforce_deadlines();
         while let Some(step) = self.next_step() {
             match self.start(step) {
@@ -236,6 +250,8 @@ impl Engine {
                 }
             }
         }
+        self.take_cancelled();
+        self.mind_faults();
         &self.events
     }
 
@@ -301,7 +317,8 @@ impl Engine {
         };
         let (node, pool) = (&self.node, self.services.pool());
         let output = &mut self.output;
-        let forward = || node.forward(&live.ctx(), &input, output, pool);
+        let watch = self.runner.watch().clone();
+        let forward = || watch.forward(|| node.forward(&live.ctx(), &input, output, pool));
         let (ran, staged) = ahead::beside(&mut self.planner, &mut self.runner, ahead, forward);
         self.keep_stage(staged);
         if let Err(e) = ran {

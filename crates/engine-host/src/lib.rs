@@ -31,6 +31,7 @@ pub mod setup;
 pub mod slots;
 pub mod step;
 pub mod suggest;
+pub mod watch;
 
 pub use config::Config;
 pub use error::{Error, ErrorKind, Result};

@@ -40,6 +40,12 @@ impl Entry {
         &self.built.capabilities
     }
 
+    /// How often it has panicked.
+    pub fn panics(&self) -> u32 {
+        use resource_api::Interface;
+        self.built.resource.object().fault().panics()
+    }
+
     /// Whether it panicked and is out of use.
     pub fn is_faulted(&self) -> bool {
         use resource_api::Interface;

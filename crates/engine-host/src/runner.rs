@@ -13,9 +13,10 @@ use resource_api::{
 };
 
 use crate::error::{Error, Result};
-use crate::resources::ResourceSet;
+use crate::resources::{Entry, ResourceSet};
 use crate::slots::Slots;
 use crate::step::SubmoduleStep;
+use crate::watch::{Method, ResourceUsage, Usage, Watch};
 
 /// The answer of a resource that stopped a step, with the name it does not know itself.
 #[derive(Clone, Debug)]
@@ -124,13 +125,58 @@ pub struct Runner {
     /// Where device work of steps goes; 0 on the CPU.
     stream: u64,
     spare_results: Vec<Vec<TypedRef<'static>>>,
+    watch: Arc<Watch>,
+    /// By resource.
+    usage: Vec<Usage>,
 }
 
 impl Runner {
     /// A runner with `slots` plan buffer sets; two are enough for one live and one staged step.
     pub fn new(resources: Arc<ResourceSet>, slots: usize) -> Self {
         let slots = Slots::new(slots.max(2));
-        Self { resources, slots, last_step: 0, epoch: 0, stream: 0, spare_results: Vec::new() }
+        let usage = resources.entries().iter().map(|_| Usage::default()).collect();
+        Self {
+            resources,
+            slots,
+            last_step: 0,
+            epoch: 0,
+            stream: 0,
+            spare_results: Vec::new(),
+            watch: Arc::default(),
+            usage,
+        }
+    }
+
+    /// What is being called right now.
+    pub(crate) fn watch(&self) -> &Arc<Watch> {
+        &self.watch
+    }
+
+    /// What the step methods of each resource have taken, in build order.
+    pub fn usage(&self) -> Vec<ResourceUsage> {
+        let entries = self.resources.entries().iter().zip(&self.usage);
+        let one = |(entry, usage): (&Entry, &Usage)| ResourceUsage {
+            key: entry.key.clone(),
+            kind: entry.kind.clone(),
+            calls: usage.calls(),
+            time: usage.time(),
+            panics: u64::from(entry.panics()),
+            is_faulted: entry.is_faulted(),
+        };
+        entries.map(one).collect()
+    }
+
+    /// Calls resource `i` for a step, where the watchdog sees it. Staged steps have a lane of their own.
+    fn call<R>(
+        &self,
+        live: &Live,
+        i: usize,
+        method: Method,
+        call: impl FnOnce(&ResourceHandle) -> R,
+    ) -> R {
+        let resource = self.resources.entries()[i].resource();
+        let lane = usize::from(live.head.is_preplan);
+        self.watch.call(lane, i, method, &self.usage[i], || call(resource))
     }
 
     /// The same, whose steps put their device work on this stream (the driver's handle), which must
@@ -245,7 +291,7 @@ impl Runner {
     /// Records that the step has run. Every resource commits, also after one has failed, so that
     /// healthy ones stay consistent with what the forward pass wrote; the first failure is told.
     pub fn commit(&self, live: Live) -> (Committed, Result<()>) {
-        let done = self.each(&live, "commit", |r, i, ctx| r.commit(&live.step.share(i), ctx));
+        let done = self.each(&live, Method::Commit, |r, i, ctx| r.commit(&live.step.share(i), ctx));
         (Committed(live), done)
     }
 
@@ -254,7 +300,7 @@ impl Runner {
     /// # Errors
     /// The first resource that fails; the others are told all the same.
     pub fn outputs(&self, done: &Committed, rids: &[RequestId], ids: &[u32]) -> Result<()> {
-        self.each(&done.0, "on_outputs", |r, _, ctx| r.on_outputs(ctx, rids, ids))
+        self.each(&done.0, Method::Outputs, |r, _, ctx| r.on_outputs(ctx, rids, ids))
     }
 
     /// Releases the slot of a step and gives its description back for reuse.
@@ -265,15 +311,16 @@ impl Runner {
     fn each(
         &self,
         live: &Live,
-        method: &str,
+        method: Method,
         call: impl Fn(&ResourceHandle, usize, &StepContext<'_>) -> resource_api::Result<()>,
     ) -> Result<()> {
         let ctx = live.ctx();
         let mut first = Ok(());
         for &i in &live.step.resources {
             let entry = &self.resources.entries()[i];
-            if let (Err(e), true) = (call(entry.resource(), i, &ctx), first.is_ok()) {
-                first = Err(within(&entry.key, method, e));
+            let result = self.call(live, i, method, |resource| call(resource, i, &ctx));
+            if let (Err(e), true) = (result, first.is_ok()) {
+                first = Err(within(&entry.key, method.name(), e));
             }
         }
         first
@@ -346,7 +393,7 @@ impl Runner {
             if ctx.is_preplan() && !entry.supports_preplan {
                 continue;
             }
-            let answer = entry.resource().admit(&live.step.share(i), &ctx);
+            let answer = self.call(live, i, Method::Admit, |r| r.admit(&live.step.share(i), &ctx));
             match answer {
                 Ok(outcome) if outcome.is_ready() => {}
                 Ok(outcome) => {
@@ -370,7 +417,9 @@ impl Runner {
             if live.head.is_preplan && !entry.supports_preplan {
                 continue;
             }
-            match entry.resource().plan(&live.step.share(i), &live.ctx()) {
+            let planned =
+                self.call(live, i, Method::Plan, |r| r.plan(&live.step.share(i), &live.ctx()));
+            match planned {
                 Ok(plan) => live.plan_results[i] = plan.into_result(),
                 Err(e) => {
                     self.roll_back(live, live.step.resources.len());
@@ -389,7 +438,9 @@ impl Runner {
             if ctx.is_preplan() && !entry.supports_preplan {
                 continue;
             }
-            if let Err(e) = entry.resource().rollback_admit(&live.step.share(i), &ctx) {
+            let done = self
+                .call(live, i, Method::Rollback, |r| r.rollback_admit(&live.step.share(i), &ctx));
+            if let Err(e) = done {
                 tracing::error!(resource = entry.key, "rollback_admit failed: {e}");
             }
         }
@@ -401,7 +452,9 @@ impl Runner {
             if !entry.supports_preplan {
                 continue;
             }
-            if let Err(e) = entry.resource().clear_preplan(Some(live.head.step)) {
+            let step = Some(live.head.step);
+            let done = self.call(live, i, Method::ClearPreplan, |r| r.clear_preplan(step));
+            if let Err(e) = done {
                 tracing::error!(resource = entry.key, "clear_preplan failed: {e}");
             }
         }

@@ -4,6 +4,7 @@
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
+use std::time::Duration;
 
 use device::{Activations, PackOptions};
 use model::{CudaDecoder, Decoder, ModelConfig, ModelPackage, Node};
@@ -164,6 +165,11 @@ fn build(
     };
     let mut engine = Engine::new(node, resources, services, facts, limits)?;
     engine.plan_ahead(config.engine.preplan)?;
+    let limit = Duration::from_secs(config.engine.watchdog);
+    engine.watch_calls((!limit.is_zero()).then_some(limit))?;
+    for (key, resource) in &config.resources {
+        engine.set_on_fault(key, resource.on_fault);
+    }
     Ok(Loaded { engine, model })
 }
 

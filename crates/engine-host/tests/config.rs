@@ -62,6 +62,7 @@ fn every_key_is_read() {
         probe = "never"
         threads = 3
         preplan = false
+        watchdog = 0
         cuda_graphs = false
         max_batch = 0x10
         max_batch_tokens = 1_000
@@ -75,6 +76,7 @@ fn every_key_is_read() {
     assert_eq!((engine.kv_dtype, engine.activations), (KvDtype::F32, Activations::Int8));
     assert_eq!(engine.plugin_dirs, [Path::new("/etc/engine/plugins"), Path::new("/opt/plugins")]);
     assert!(engine.strict && !engine.preplan && !engine.cuda_graphs);
+    assert_eq!(engine.watchdog, 0);
     assert_eq!((engine.threads, engine.max_batch), (3, 16));
     assert_eq!((engine.max_batch_tokens, engine.max_model_len), (1000, Some(77)));
     assert_eq!(config.model.path, Path::new("/etc/engine/models/m.gguf"));

@@ -24,7 +24,9 @@ pub fn run(args: &GenerateArgs) -> Result<ExitCode> {
     let Some(path) = &args.prompts else {
         let mut all = defaults;
         all.extend(single(args));
-        return run_single(&mut load(&args.config)?, all, args.explain);
+        let mut loaded = load(&args.config)?;
+        let done = run_single(&mut loaded, all, args.explain);
+        return done.inspect(|_| stats(&loaded, args.stats));
     };
     // Before the model is loaded: a name that is wrong should not take seconds to be told.
     File::open(path).map_err(|e| Error::usage(format!("cannot read {}: {e}", path.display())))?;
@@ -37,7 +39,8 @@ pub fn run(args: &GenerateArgs) -> Result<ExitCode> {
     };
     let mut loaded = load(&args.config)?;
     let jobs = jobs::read_file(path, &defaults, &loaded.model)?;
-    run_batch(&mut loaded, jobs, &mut output, args.explain)
+    let done = run_batch(&mut loaded, jobs, &mut output, args.explain);
+    done.inspect(|_| stats(&loaded, args.stats))
 }
 
 /// What clap cannot say of these arguments.
@@ -194,6 +197,12 @@ fn run_batch(
 fn explain(loaded: &Loaded, tell: bool) {
     for refusal in loaded.engine.refusals().iter().filter(|_| tell) {
         note!("{refusal}");
+    }
+}
+
+fn stats(loaded: &Loaded, tell: bool) {
+    if tell {
+        report::usage(&loaded.engine).iter().for_each(|line| note!("{line}"));
     }
 }
 

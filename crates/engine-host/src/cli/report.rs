@@ -65,6 +65,25 @@ fn number(logprob: f32) -> f64 {
     if logprob.is_finite() { f64::from(logprob) } else { -9999.0 }
 }
 
+/// What each resource has taken, as lines of a table.
+pub fn usage(engine: &Engine) -> Vec<String> {
+    let steps = engine.stats().steps.max(1);
+    let mut lines = vec![format!(
+        "{:<20} {:<16} {:>10} {:>12} {:>10} {:>7}",
+        "resource", "kind", "calls", "time", "per step", "panics"
+    )];
+    for u in engine.usage() {
+        let per_step = u.time / u32::try_from(steps).unwrap_or(u32::MAX);
+        let (time, per_step) = (format!("{:.1?}", u.time), format!("{per_step:.1?}"));
+        let fault = if u.is_faulted { "  out of use" } else { "" };
+        lines.push(format!(
+            "{:<20} {:<16} {:>10} {time:>12} {per_step:>10} {:>7}{fault}",
+            u.key, u.kind, u.calls, u.panics
+        ));
+    }
+    lines
+}
+
 /// The closing line: rates, and pages at their most.
 pub fn figures(engine: &Engine) -> String {
     let stats = engine.stats();

@@ -11,6 +11,7 @@ use super::{
     default_model_path, paths,
 };
 use crate::document::{Document, Problems, TableReader};
+use crate::engine::OnFault;
 use crate::probe::Probe;
 
 const MAX_KEY_BYTES: usize = 64;
@@ -55,6 +56,7 @@ fn engine(table: Option<TableReader<'_, '_>>, base: &Path) -> EngineConfig {
         threads: std::thread::available_parallelism().map_or(1, usize::from),
         cpu_features: None,
         preplan: true,
+        watchdog: 10,
         cuda_graphs: true,
         max_batch: 64,
         max_batch_tokens: 512,
@@ -85,6 +87,9 @@ fn engine(table: Option<TableReader<'_, '_>>, base: &Path) -> EngineConfig {
     }
     if let Some(strict) = table.boolean("strict") {
         config.strict = strict;
+    }
+    if let Some(seconds) = table.integer("watchdog", 0..=86_400) {
+        config.watchdog = seconds;
     }
     if let Some(preplan) = table.boolean("preplan") {
         config.preplan = preplan;
@@ -145,6 +150,7 @@ fn resource(mut table: TableReader<'_, '_>) -> ResourceConfig {
         table.doc().report(&table.span(), message);
     }
     let depends_on = table.strings("depends_on").unwrap_or_default();
+    let on_fault = table.choice("on_fault", &OnFault::NAMES).unwrap_or_default();
     let owned = |names: Vec<Spanned<&str>>| -> Vec<String> {
         names.into_iter().map(|name| name.into_inner().to_owned()).collect()
     };
@@ -157,6 +163,7 @@ fn resource(mut table: TableReader<'_, '_>) -> ResourceConfig {
         kind: kind.map(|kind| kind.into_inner().to_owned()).unwrap_or_default(),
         nodes: owned(nodes.unwrap_or_default()),
         depends_on: owned(depends_on),
+        on_fault,
         settings: table.rest(),
         places,
     }

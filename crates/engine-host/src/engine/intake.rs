@@ -23,6 +23,7 @@ impl Engine {
     /// # Errors
     /// A request that is wrong, or that could never fit, with the limit; nothing is left over.
     pub fn submit(&mut self, request: GenerateRequest) -> Result<RequestId> {
+        self.check_running()?;
         let room = self.check(&request)?;
         let rid = self.requests.next_id();
         let max_tokens = request.max_tokens.min(room);

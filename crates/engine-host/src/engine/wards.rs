@@ -1,0 +1,114 @@
+//! What keeps an engine answerable: cancelling from other threads, the watchdog, and what happens
+//! when a resource has panicked.
+
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use resource_api::RequestId;
+
+use super::Engine;
+use crate::error::{Error, ErrorKind, Result};
+use crate::watch::{ResourceUsage, Watchdog};
+
+/// What happens when a resource has panicked and so is out of use.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum OnFault {
+    /// The requests that need it fail, now and later; those that do not go on.
+    #[default]
+    FailRequests,
+    /// The engine ends all requests and takes no more.
+    Stop,
+}
+
+impl OnFault {
+    /// The names used in configurations.
+    pub const NAMES: [(&'static str, Self); 2] =
+        [("fail_requests", Self::FailRequests), ("stop", Self::Stop)];
+}
+
+/// Cancels requests from any thread, also while a step runs or a resource stalls.
+#[derive(Clone, Debug, Default)]
+pub struct Canceller(Arc<Mutex<Vec<RequestId>>>);
+
+impl Canceller {
+    /// Cancels a request. Returns at once; the engine lets go of it before its next step, or after
+    /// the present one. Unknown requests are accepted.
+    pub fn cancel(&self, rid: RequestId) {
+        self.0.lock().unwrap_or_else(|e| e.into_inner()).push(rid);
+    }
+
+    fn take(&self) -> Vec<RequestId> {
+        std::mem::take(&mut *self.0.lock().unwrap_or_else(|e| e.into_inner()))
+    }
+}
+
+impl Engine {
+    /// A way to cancel requests from other threads.
+    pub fn canceller(&self) -> Canceller {
+        self.canceller.clone()
+    }
+
+    pub(super) fn take_cancelled(&mut self) {
+        for rid in self.canceller.take() {
+            self.forget(rid);
+        }
+    }
+
+    /// Has a thread of its own log the resource that has not come back from a call for `limit`; `None`
+    /// ends that.
+    ///
+    /// # Errors
+    /// When the system gives no thread.
+    pub fn watch_calls(&mut self, limit: Option<Duration>) -> Result<()> {
+        self.watchdog = None;
+        let Some(limit) = limit else { return Ok(()) };
+        let names = self.resources().entries().iter();
+        let names = names.map(|e| format!("resource `{}` (kind {})", e.key, e.kind)).collect();
+        let tell = |line: &str| tracing::warn!("{line}");
+        let dog = Watchdog::new(self.runner.watch().clone(), names, limit, tell);
+        self.watchdog = Some(dog.map_err(|e| {
+            Error::new(ErrorKind::Internal, format!("no thread for the watchdog: {e}"))
+        })?);
+        Ok(())
+    }
+
+    /// What each resource's step methods have taken.
+    pub fn usage(&self) -> Vec<ResourceUsage> {
+        self.runner.usage()
+    }
+
+    /// Says what happens when the resource `key` has panicked.
+    pub fn set_on_fault(&mut self, key: &str, policy: OnFault) {
+        self.on_fault.insert(key.to_owned(), policy);
+    }
+
+    /// Ends everything when a resource with that policy has panicked.
+    pub(super) fn mind_faults(&mut self) {
+        if self.on_fault.is_empty() || self.stopped.is_some() {
+            return;
+        }
+        let policies = &self.on_fault;
+        let faulted = self
+            .resources()
+            .entries()
+            .iter()
+            .find(|e| policies.get(&e.key) == Some(&OnFault::Stop) && e.is_faulted());
+        let Some(entry) = faulted else { return };
+        let message = format!(
+            "resource `{}` (kind {}) panicked, and its on_fault = \"stop\": start the engine again",
+            entry.key, entry.kind
+        );
+        tracing::error!("{message}");
+        let all: Vec<RequestId> = self.requests.iter().map(|r| r.rid).collect();
+        self.fail_all(&all, &message);
+        self.stopped = Some(message);
+    }
+
+    /// Fails once the engine has stopped.
+    pub(super) fn check_running(&self) -> Result<()> {
+        match &self.stopped {
+            Some(why) => Err(Error::new(ErrorKind::Unavailable, why.clone())),
+            None => Ok(()),
+        }
+    }
+}
