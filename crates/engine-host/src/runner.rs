@@ -12,7 +12,7 @@ use resource_api::{
     SlotLease, StepContext, StepHead, StepId, TypedRef,
 };
 
-use crate::error::{Error, Result};
+use crate::error::{Error, ErrorKind, Result};
 use crate::resources::{Entry, ResourceSet};
 use crate::slots::Slots;
 use crate::step::SubmoduleStep;
@@ -125,6 +125,8 @@ pub struct Runner {
     /// Where device work of steps goes; 0 on the CPU.
     stream: u64,
     spare_results: Vec<Vec<TypedRef<'static>>>,
+    /// The step that is planned ahead.
+    staged: Option<StepId>,
     watch: Arc<Watch>,
     /// By resource.
     usage: Vec<Usage>,
@@ -142,6 +144,7 @@ impl Runner {
             epoch: 0,
             stream: 0,
             spare_results: Vec::new(),
+            staged: None,
             watch: Arc::default(),
             usage,
         }
@@ -239,15 +242,23 @@ impl Runner {
     /// the promotion.
     ///
     /// # Errors
-    /// As for [`Runner::start`].
+    /// As for [`Runner::start`]; and when a step is planned ahead already.
     pub fn stage(&mut self, step: SubmoduleStep) -> Result<StageOutcome, FailedStep> {
+        if let Some(StepId(pending)) = self.staged {
+            let message =
+                format!("step {pending} is planned ahead already: promote or unstage it first");
+            return Err(FailedStep::new(Error::new(ErrorKind::Internal, message), step));
+        }
         let head = match self.new_head(&step, true) {
             Ok(head) => head,
             Err(e) => return Err(FailedStep::new(e, step)),
         };
         let mut live = Live { head, step, plan_results: self.take_results() };
         match self.admit_and_plan(&mut live) {
-            Ok(None) => Ok(StageOutcome::Staged(Staged(live))),
+            Ok(None) => {
+                self.staged = Some(live.head.step);
+                Ok(StageOutcome::Staged(Staged(live)))
+            }
             Ok(Some(refusal)) => {
                 self.clear_stage(&live);
                 Ok(StageOutcome::Refused(refusal, self.give_back(live)))
@@ -265,6 +276,7 @@ impl Runner {
     /// # Errors
     /// As for [`Runner::start`]; the stage is undone.
     pub fn promote(&mut self, staged: Staged) -> Result<Started, FailedStep> {
+        self.staged = None;
         let mut live = staged.0;
         live.head.is_preplan = false;
         self.epoch += 1;
@@ -284,6 +296,7 @@ impl Runner {
 
     /// Undoes a staged step without trace and gives its description back.
     pub fn unstage(&mut self, staged: Staged) -> SubmoduleStep {
+        self.staged = None;
         self.clear_stage(&staged.0);
         self.give_back(staged.0)
     }

@@ -146,3 +146,21 @@ fn planning_ahead_on_what_is_not_planned_ahead_is_refused_at_load() {
     );
     assert_eq!(e.exit_code(), 2);
 }
+
+#[test]
+fn a_second_stage_beside_a_pending_one_is_an_error() {
+    let mut bench = Bench::chain();
+    let rid = bench.ingest(0, &[]);
+    let staged = bench.stage(bench.step(&[(rid, 2)]));
+    let before = bench.states();
+    let failed = bench.runner.stage(bench.step(&[(rid, 1)])).unwrap_err();
+    let text = failed.error.to_string();
+    assert!(text.contains("is planned ahead already: promote or unstage it first"), "{text}");
+    assert_eq!((bench.states(), bench.runner.free_slots()), (before, 1));
+    bench.runner.unstage(staged);
+    let staged = bench.stage(*failed.step);
+    let live = bench.promote(staged);
+    let again = bench.stage(bench.step(&[(rid, 1)]));
+    bench.commit(live);
+    bench.runner.unstage(again);
+}
