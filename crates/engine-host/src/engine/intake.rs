@@ -96,11 +96,7 @@ impl Engine {
             )));
         }
         for entry in entries {
-            let mut config = request.overrides.get(&entry.key).cloned().unwrap_or_default();
-            if entry.kind == SAMPLER_KIND {
-                config.extend(request.sampling.clone());
-            }
-            let text = to_text(config);
+            let text = to_text(config_of(request, &entry.key, &entry.kind));
             let overrides = RequestOverrides::new(&text, &request.prompt, max_tokens);
             entry.resource().ingest_request(rid, &overrides).map_err(|e| {
                 Error::new(ErrorKind::from(e.kind()), format!("resource `{}`: {e}", entry.key))
@@ -108,6 +104,15 @@ impl Engine {
         }
         Ok(())
     }
+}
+
+/// What a request says to one resource: what it says to its key and, to a sampler, how to sample.
+fn config_of(request: &GenerateRequest, key: &str, kind: &str) -> Map<String, Value> {
+    let mut config = request.overrides.get(key).cloned().unwrap_or_default();
+    if kind == SAMPLER_KIND {
+        config.extend(request.sampling.clone());
+    }
+    config
 }
 
 fn to_text(config: Map<String, Value>) -> String {
@@ -142,13 +147,15 @@ pub(super) fn skip_cached_prefix(
     }
     request.prefix_resolved = true;
     let rid = request.rid;
-    let mut agreed: Option<u32> = None;
+    let (mut agreed, mut longest) = (None::<u32>, 0);
     for entry in resources.entries() {
         if let Some(len) = entry.resource().resolve_cached_prefix(rid, node, walk)? {
             agreed = Some(agreed.map_or(len, |a| a.min(len)));
+            longest = longest.max(len);
         }
     }
-    let Some(matched) = agreed.filter(|&m| m > 0) else { return Ok(()) };
+    // Who found more than all agree on, nothing perhaps, holds it until it is told.
+    let Some(matched) = agreed.filter(|_| longest > 0) else { return Ok(()) };
     let matched = matched.min(request.tokens.len() as u32 - 1);
     let inputs = PrefixInputs::new(&request.tokens);
     for entry in resources.entries() {
@@ -157,4 +164,170 @@ pub(super) fn skip_cached_prefix(
     request.computed = matched as usize;
     request.cached = request.cached.max(request.computed.min(request.prompt_len));
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::collections::BTreeMap;
+    use std::sync::Mutex;
+
+    use resource_api::{
+        Device, EngineResourceInfo, NodeResourceSpec, ResourceError, ResourceKind, kind,
+    };
+    use serde_json::json;
+
+    use crate::registry::Registry;
+    use crate::resources::{BuildInfo, Wanted};
+    use crate::services::Services;
+
+    /// Says what it was built to say; tells in `inspect` what was agreed on.
+    struct Says {
+        answer: Option<u32>,
+        refuses: bool,
+        applied: Mutex<Vec<u32>>,
+    }
+
+    #[derive(serde::Deserialize)]
+    struct Settings {
+        answer: Option<u32>,
+        #[serde(default)]
+        refuses: bool,
+    }
+
+    impl Resource for Says {
+        fn inspect(&self) -> String {
+            json!(*self.applied.lock().unwrap()).to_string()
+        }
+        fn resolve_cached_prefix(
+            &self,
+            _: RequestId,
+            _: NodeId,
+            _: WalkId,
+        ) -> resource_api::Result<Option<u32>> {
+            Ok(self.answer)
+        }
+        fn apply_cached_prefix(
+            &self,
+            _: RequestId,
+            _: NodeId,
+            _: WalkId,
+            inputs: &PrefixInputs<'_>,
+            matched: u32,
+        ) -> resource_api::Result<()> {
+            assert_eq!(inputs.token_ids().len(), 100, "the inputs are untrimmed");
+            if self.refuses {
+                return Err(ResourceError::invalid("not this one"));
+            }
+            self.applied.lock().unwrap().push(matched);
+            Ok(())
+        }
+    }
+
+    impl ResourceKind for Says {
+        type Spec = Settings;
+        const KIND: &'static str = "says";
+        fn build(
+            spec: NodeResourceSpec<Settings>,
+            _: &EngineResourceInfo,
+        ) -> resource_api::Result<Self> {
+            let Settings { answer, refuses } = spec.settings;
+            Ok(Says { answer, refuses, applied: Mutex::default() })
+        }
+    }
+
+    /// Resources with these answers, in this order.
+    fn resources(settings: &[Value]) -> ResourceSet {
+        let mut registry = Registry::default();
+        registry.link(kind::<Says>());
+        let wanted = |(i, settings): (usize, &Value)| Wanted {
+            spec: NodeResourceSpec {
+                resource_key: format!("r{i}"),
+                kind: "says".into(),
+                nodes: Default::default(),
+                settings: settings.to_string(),
+            },
+            depends_on: Vec::new(),
+        };
+        let info = BuildInfo {
+            device: Device::CPU,
+            kv_dtype: resource_api::DType::F32,
+            needs_remote_transfer: false,
+            limits: Default::default(),
+        };
+        let list = settings.iter().enumerate().map(wanted).collect();
+        ResourceSet::build(&registry, list, &info, Services::new(1, 0)).unwrap()
+    }
+
+    fn tracked() -> Tracked {
+        Tracked {
+            rid: RequestId::new(0, 1),
+            deadline: None,
+            prompt_len: 100,
+            tokens: vec![7; 100],
+            computed: 0,
+            in_step: 0,
+            cached: 0,
+            prefix_resolved: false,
+            max_tokens: 1,
+            ignore_eos: false,
+            stop_token_ids: Vec::new(),
+            logprobs: None,
+        }
+    }
+
+    fn skip(set: &ResourceSet, request: &mut Tracked) -> resource_api::Result<()> {
+        skip_cached_prefix(set, request, NodeId(0), WalkId(0))
+    }
+
+    fn applied(set: &ResourceSet) -> Vec<String> {
+        set.entries().iter().map(|e| e.resource().inspect()).collect()
+    }
+
+    #[test]
+    fn the_smallest_answer_is_agreed_on_and_told_to_all() {
+        let answers = [json!({"answer": 96}), json!({"answer": 32}), json!({"answer": null})];
+        let (set, mut request) = (resources(&answers), tracked());
+        skip(&set, &mut request).unwrap();
+        assert_eq!((request.computed, request.cached), (32, 32));
+        assert_eq!(applied(&set), ["[32]"; 3]);
+        skip(&set, &mut request).unwrap();
+        assert_eq!(applied(&set), ["[32]"; 3], "asked once");
+    }
+
+    #[test]
+    fn an_answer_of_0_skips_nothing_and_who_found_something_is_told() {
+        let (set, mut request) =
+            (resources(&[json!({"answer": 96}), json!({"answer": 0})]), tracked());
+        skip(&set, &mut request).unwrap();
+        assert_eq!((request.computed, request.cached), (0, 0));
+        assert_eq!(applied(&set), ["[0]"; 2]);
+        for nothing in [json!({"answer": null}), json!({"answer": 0})] {
+            let (set, mut request) = (resources(&[nothing]), tracked());
+            skip(&set, &mut request).unwrap();
+            assert_eq!((request.computed, applied(&set)), (0, vec!["[]".to_string()]));
+        }
+    }
+
+    #[test]
+    fn a_token_is_left_to_compute_and_a_refusal_is_an_error_of_the_request() {
+        let (set, mut request) = (resources(&[json!({"answer": 100})]), tracked());
+        skip(&set, &mut request).unwrap();
+        assert_eq!(request.computed, 99);
+        let (set, mut request) = (resources(&[json!({"answer": 48, "refuses": true})]), tracked());
+        assert_eq!(skip(&set, &mut request).unwrap_err().message(), "not this one");
+        assert_eq!(request.computed, 0);
+    }
+
+    #[test]
+    fn each_resource_gets_what_the_request_says_to_it() {
+        let mut request = GenerateRequest::default();
+        let own: Map<String, Value> = [("priority".to_string(), json!(2))].into_iter().collect();
+        request.overrides = BTreeMap::from([("a".to_string(), own.clone())]);
+        request.sampling.insert("temperature".into(), json!(0));
+        assert_eq!(config_of(&request, "a", "fake"), own);
+        assert_eq!(to_text(config_of(&request, "b", "fake")), "");
+        let sampler = config_of(&request, "s", SAMPLER_KIND);
+        assert_eq!(sampler.keys().collect::<Vec<_>>(), ["temperature"]);
+    }
 }
