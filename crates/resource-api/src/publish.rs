@@ -159,10 +159,12 @@ mod tests {
 
     #[test]
     fn a_clone_is_independent() {
-        let original = sample();
+        let mut original = sample();
         let mut copy = original.clone();
         copy.set("main", 9, vec![5]);
         assert_eq!(original.get("main"), Some((7, &[1u8, 2][..])));
+        original.set("context", 8, vec![6]);
+        assert_eq!(copy.get("context"), Some((3, &[][..])));
     }
 
     #[test]

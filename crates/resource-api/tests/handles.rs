@@ -4,9 +4,10 @@
 use resource_api::host::PlainHost;
 use resource_api::{
     AdmitOutcome, Device, EngineResourceInfo, ErrorKind, Exclusive, FailureReason, LabelId, NodeId,
-    NodeResourceSpec, Plan, PlanSlots, RequestId, RequestOverrides, Resource, ResourceError,
-    ResourceHandle, ResourceKind, ResourceStep, Result, Segments, SlotLease, StableAbi,
-    StepContext, StepHead, StepId, Typed, TypedRef, WalkId, build_resource, capability, kind,
+    NodeResourceSpec, Plan, PlanSlots, PublishedInfo, RequestId, RequestOverrides, Resource,
+    ResourceError, ResourceHandle, ResourceKind, ResourceStep, Result, Segments, SlotLease,
+    StableAbi, StepContext, StepHead, StepId, Typed, TypedRef, WalkId, build_resource, capability,
+    kind,
 };
 use std::sync::Arc;
 
@@ -160,6 +161,24 @@ fn the_seed_defaults_hold_for_a_bare_resource() {
     assert_eq!(bare.fingerprint(), None);
     assert!(!bare.enable_prefix_cache(b"root", vec![]).unwrap());
     assert_eq!(bare.publish_for_step(rid, Some(node), Some(walk)).unwrap(), None);
+}
+
+#[test]
+fn publishing_for_a_step_goes_through_publish_and_after_a_stop_nothing_is_published() {
+    struct Publisher;
+    impl Resource for Publisher {
+        fn publish(&self, rid: RequestId) -> Result<Option<PublishedInfo>> {
+            let mut info = PublishedInfo::new("publisher", 1);
+            info.set("main", rid.slot.into(), Vec::new());
+            Ok(Some(info))
+        }
+    }
+    let publisher = ResourceHandle::new(Arc::new(Publisher));
+    let (rid, node, walk) = (RIDS[1], Some(NodeId(0)), Some(WalkId(0)));
+    let info = publisher.publish(rid).unwrap();
+    assert!(info.is_some());
+    assert_eq!(publisher.publish_for_step(rid, node, walk).unwrap(), info);
+    assert_eq!(publisher.publish_after_stop(rid, node, walk).unwrap(), None);
 }
 
 #[test]

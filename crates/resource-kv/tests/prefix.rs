@@ -473,6 +473,25 @@ fn a_rewind_into_a_shared_page_leaves_the_others_alone() {
 }
 
 #[test]
+fn a_copy_onto_a_stream_of_shared_pages_leaves_the_others_alone() {
+    let mut run = Run::new(4, 24);
+    let prompt = tokens(0..13);
+    run.prompt(0, &prompt);
+    assert_eq!(run.prompt(1, &prompt), 12);
+    // A stream that nobody opened is copied onto the shared pages, and written on.
+    let mut pre_forks = PlanVec::default();
+    pre_forks.push(fork(1, 5, 0));
+    let options = KvStepOptions { pre_forks, ..Default::default() };
+    let step = run.step(1, &[50, 51], DECODE).with(options);
+    assert!(run.cache.admit(&step).is_ready());
+    assert_eq!(run.finish(&step, &[50, 51]), [50.0, 51.0]);
+    let read = run.feed(0, &[13], DECODE);
+    assert_eq!(read, tokens(0..14).iter().map(|&t| t as f32).collect::<Vec<_>>());
+    assert_eq!(run.prompt(2, &prompt), 12);
+    run.cache.conserved();
+}
+
+#[test]
 fn a_rewind_without_a_page_for_the_copy_is_refused() {
     let mut run = Run::new(4, 5);
     let prompt = tokens(0..13);

@@ -528,6 +528,27 @@ fn retention_keeps_the_window_and_the_protected_prefix() {
 }
 
 #[test]
+fn a_step_that_is_not_kept_releases_nothing_and_only_what_is_there_is_protected() {
+    let cache = cache(4, 12, 48);
+    cache.ingest(0);
+    run(&cache, &Step::new(1, &[(0, 0, 20)]), &count(0, 20));
+    let keep = |commit, protected_prefix| {
+        let window =
+            Retention { request_id: rid(0), label: MAIN, context_budget: 4, protected_prefix };
+        KvStepOptions { commit, retention: list(&[window]), ..Default::default() }
+    };
+    run(&cache, &Step::new(2, &[(0, 0, 1)]).with(keep(false, 0)), &[20.0]);
+    assert_eq!(cache.len(0, 0), 20);
+    let early = Step::new(3, &[(0, 0, 1)]).with(keep(true, 22));
+    assert!(early.call(&[], |s, c| cache.resource.admit(s, c)).is_err(), "22 tokens of 21");
+    run(&cache, &Step::new(4, &[(0, 0, 1)]), &[20.0]);
+    assert_eq!(contents(&cache, 5, 0, 0), count(0, 21), "no policy, nothing released");
+    run(&cache, &Step::new(6, &[(0, 0, 1)]).with(keep(true, 0)), &[21.0]);
+    assert_eq!(contents(&cache, 7, 0, 0), count(16, 22));
+    cache.conserved();
+}
+
+#[test]
 fn streams_can_be_trimmed_and_rewound_between_steps_only() {
     let cache = cache(4, 12, 48);
     cache.ingest(0);

@@ -179,3 +179,11 @@ fn another_worker_goes_on_where_this_one_stopped() {
     let refused = to.resource.admit_retrieve(B, NodeId(0), WalkId(0), Some(&foreign)).unwrap();
     assert!(refused.message().contains("positions/1, not of sampler/1"), "{}", refused.message());
 }
+
+#[test]
+fn prompt_tokens_are_seen_from_the_start_whether_or_not_a_step_feeds_them() {
+    let e = Engine::new(4);
+    // A cached prefix is never fed: what it held comes with the request.
+    e.ingest_prompt(A, r#"{"temperature": 0, "repetition_penalty": 4}"#, &[0, 1]).unwrap();
+    assert_eq!(e.step(&[A], &[&[4.0, 3.0, 2.0, 1.5]])[0].token, 2);
+}

@@ -2,7 +2,7 @@
 
 use engine_host::error::ErrorKind;
 use engine_host::step::{SegmentList, Share};
-use resource_api::{AttentionStepOptions, FailureReason, LabelId, RequestId, Segment};
+use resource_api::{AttentionStepOptions, FailureReason, LabelId, RequestId, Resource, Segment};
 use resource_testkit::FakeStepOptions;
 use serde_json::json;
 
@@ -253,4 +253,20 @@ fn a_panic_in_commit_does_not_keep_the_others_from_theirs() {
     assert_eq!(result.unwrap_err().kind(), ErrorKind::Panicked);
     bench.runner.finish(done);
     assert_eq!(bench.state("b")["streams"]["r0.1"]["len"], 1);
+}
+
+#[test]
+fn a_resource_with_nothing_to_publish_is_left_out() {
+    let mut bench = Bench::chain();
+    let (r0, r1) = (bench.ingest(0, &[]), bench.ingest(1, &[]));
+    let live = bench.start(bench.step(&[(r0, 2), (r1, 1)]));
+    let done = bench.commit(live);
+    bench.resource("b").remove_request(r0).unwrap();
+    let keys = |rid| -> Vec<String> {
+        let published = bench.runner.publish_for_step(&done, rid).unwrap();
+        published.into_iter().map(|(key, _)| key).collect()
+    };
+    assert_eq!(keys(r0), ["a", "c"]);
+    assert_eq!(keys(r1), ["a", "b", "c"]);
+    assert_eq!(keys(RequestId::new(9, 1)), Vec::<String>::new());
 }

@@ -1,0 +1,75 @@
+//! `docs/behaviours.md`: complete, and about tests that are there.
+
+use std::collections::BTreeMap;
+
+use xtask::workspace_root;
+
+/// The numbers of the catalogue.
+const NUMBERS: &[u32] = &[
+    1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 13, 14, 15, 16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27,
+    28, 29, 30, 31, 32, 33, 34, 35, 36, 37, 39, 40, 42, 44, 45, 46, 48, 49, 50, 52, 53, 54, 55, 57,
+    58, 59, 61, 62, 63, 64, 65, 67, 68, 69, 70, 72, 73, 74, 75, 76, 77, 78, 79, 80, 81, 82, 83, 85,
+    86, 87, 89, 90, 91, 92, 93, 94, 95, 97, 98, 99, 100, 101, 102, 103, 104, 105, 106, 107, 108,
+    109, 110, 111, 112, 114, 115, 116, 117, 119, 120, 121, 123, 124, 125, 126, 127, 128, 129, 130,
+    131, 133, 135, 136,
+];
+
+/// What is wrong with a named test, if anything.
+fn problem_of(named: &str) -> Option<String> {
+    let Some((file, test)) = named.split_once("::") else {
+        return Some(format!("{named:?} is not crate/file::test"));
+    };
+    let text = match std::fs::read_to_string(workspace_root().join("crates").join(file)) {
+        Ok(text) => text,
+        Err(e) => return Some(format!("{file}: {e}")),
+    };
+    let Some((before, _)) = text.split_once(&format!("fn {test}(")) else {
+        return Some(format!("{file} has no test {test}"));
+    };
+    let above = before.lines().rev().map(str::trim).skip_while(|line| line.is_empty());
+    let mut attributes = above.take_while(|line| line.starts_with("#["));
+    match attributes.any(|line| line == "#[test]") {
+        true => None,
+        false => Some(format!("{file}: {test} is no test")),
+    }
+}
+
+#[test]
+fn every_behaviour_has_a_row_and_every_named_test_exists() {
+    let text = std::fs::read_to_string(workspace_root().join("docs/behaviours.md")).unwrap();
+    let mut rows: BTreeMap<u32, &str> = BTreeMap::new();
+    let mut problems = Vec::new();
+    for line in text.lines().filter(|l| l.starts_with("| ") && !l.starts_with("| #")) {
+        let cells: Vec<&str> = line.trim_matches('|').split(" | ").map(str::trim).collect();
+        let [number, behaviour, shown] = cells[..] else {
+            problems.push(format!("not three cells: {line}"));
+            continue;
+        };
+        let Ok(number) = number.parse() else {
+            problems.push(format!("no number: {line}"));
+            continue;
+        };
+        if rows.insert(number, shown).is_some() {
+            problems.push(format!("{number} has two rows"));
+        }
+        if behaviour.is_empty() || shown.is_empty() {
+            problems.push(format!("{number} has an empty cell"));
+        }
+    }
+    for number in NUMBERS.iter().filter(|n| !rows.contains_key(n)) {
+        problems.push(format!("{number} has no row"));
+    }
+    for number in rows.keys().filter(|n| !NUMBERS.contains(n)) {
+        problems.push(format!("{number} is not in the catalogue"));
+    }
+    for (number, shown) in &rows {
+        let why = shown.strip_prefix("n/a: ");
+        if why.is_some_and(|why| why.len() < 5) {
+            problems.push(format!("{number}: n/a without a reason"));
+        }
+        let named = shown.split(", ").filter(|_| why.is_none());
+        problems
+            .extend(named.filter_map(|n| problem_of(n.trim())).map(|p| format!("{number}: {p}")));
+    }
+    assert!(problems.is_empty(), "docs/behaviours.md:\n{}", problems.join("\n"));
+}
