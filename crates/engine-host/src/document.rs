@@ -39,11 +39,26 @@ impl Problem {
 
 impl fmt::Display for Problem {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let message = shortened(&self.message);
         match self.place {
-            Some((line, column)) => write!(f, "{}:{line}:{column}: {}", self.file, self.message),
-            None => write!(f, "{}: {}", self.file, self.message),
+            Some((line, column)) => write!(f, "{}:{line}:{column}: {message}", self.file),
+            None => write!(f, "{}: {message}", self.file),
         }
     }
+}
+
+/// Longer messages quote what somebody else wrote: its middle is left out, since what to do about it
+/// stands at the end.
+const SHOWN_CHARACTERS: usize = 600;
+
+fn shortened(message: &str) -> std::borrow::Cow<'_, str> {
+    let count = message.chars().count();
+    if count <= SHOWN_CHARACTERS {
+        return message.into();
+    }
+    let start: String = message.chars().take(SHOWN_CHARACTERS / 2).collect();
+    let end: String = message.chars().skip(count - SHOWN_CHARACTERS / 2).collect();
+    format!("{start} ... {end}").into()
 }
 
 /// Problems reported together; displays as one line for each.
