@@ -119,7 +119,7 @@ fn damaged_manifests_are_refused_or_read_and_never_panic() {
             }
         }
     }
-    assert!(read > cases / 20 && refused > cases / 20, "{read} read, {refused} refused");
+    assert!(read > cases / 100 && refused > cases / 2, "{read} read, {refused} refused");
 }
 
 #[test]
