@@ -304,6 +304,37 @@ fn the_kinds_on_a_device_give_the_same() {
 
 #[test]
 #[ignore = "needs a GPU"]
+fn a_replayed_step_gives_what_it_gives_launch_by_launch() {
+    let model = rounded(Architecture::Qwen3, 64, 5);
+    let mut rig = Rig::new(&model, On::Kinds(DType::BF16));
+    let (a, b) = (tokens(60, 3), tokens(60, 8));
+    let (want_a, want_b) = (reference::logits(&model, &a), reference::logits(&model, &b));
+    let engine = &mut rig.engine;
+    // The larger one later: it must leave the other as it is.
+    engine.capture(2).expect("captures");
+    engine.capture(4).expect("captures");
+    engine.ingest(0, &a);
+    engine.ingest(1, &b);
+    engine.step(&[Part::sampled(0, &a[..20]), Part::sampled(1, &b[..7])]).expect("the step runs");
+    for i in 0..36 {
+        let (in_a, in_b) = (20 + i..21 + i, 7 + i..8 + i);
+        let parts = [Part::sampled(0, &a[in_a.clone()]), Part::sampled(1, &b[in_b.clone()])];
+        // Alone, side by side, and padded, in turn; the streams grow over pages meanwhile.
+        let rows = match i % 3 {
+            0 => engine.step(&parts),
+            1 => engine.step_captured(&parts, 2),
+            _ => engine.step_captured(&parts, 4),
+        };
+        let rows = rows.expect("the step runs");
+        for (row, want) in rows.iter().zip([&want_a[in_a.start], &want_b[in_b.start]]) {
+            let error = relative_error(&row.logits, want);
+            assert!(error < MARGIN, "step {i}: {error}");
+        }
+    }
+}
+
+#[test]
+#[ignore = "needs a GPU"]
 fn log_probabilities_come_from_a_device_too() {
     let model = rounded(Architecture::Llama, 16, 5);
     let mut rig = Rig::new(&model, On::Bridge);

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use device::{Activations, PackOptions, Pool};
 use model::{Decoder, ModelPackage, Node, NodeResource, NodeResources, StepInput, StepOutput};
 use resource_api::{
-    BuiltResource, EngineLimits, LabelId, NodeId, RequestId, RequestOverrides, Resource,
+    BucketKey, BuiltResource, EngineLimits, LabelId, NodeId, RequestId, RequestOverrides, Resource,
     ResourceStep, Result, Segments, SlotLease, StepContext, StepHead, StepId, TypedRef, WalkId,
 };
 
@@ -146,14 +146,61 @@ impl<N: Node> Engine<N> {
 
     /// Admits, plans, runs and commits a step.
     pub fn run(&mut self, input: &StepInput<'_>) -> Result<Vec<Row>> {
-        self.steps += 1;
         let request = input.segments.request;
+        self.drive(input, request, request, SlotLease::eager(0, 0), false)
+    }
+
+    /// Has the node capture steps of `rows` rows of one token.
+    pub fn capture(&mut self, rows: usize) -> Result<()> {
+        self.step_of_bucket(&[], rows, true).map(|_| ())
+    }
+
+    /// One token for each of `parts`, in a step that is padded to a captured one of `rows` rows.
+    pub fn step_captured(&mut self, parts: &[Part<'_>], rows: usize) -> Result<Vec<Row>> {
+        self.step_of_bucket(parts, rows, false)
+    }
+
+    fn step_of_bucket(
+        &mut self,
+        parts: &[Part<'_>],
+        rows: usize,
+        capture: bool,
+    ) -> Result<Vec<Row>> {
+        let bs = rows as u32;
+        let bucket = BucketKey { graph_walk: WalkId(0), bs, num_tokens: bs, cg_key_info: 0 };
+        let lease = SlotLease { bucket, has_bucket: true, ..SlotLease::eager(1, 0) };
+        let own: Vec<_> = parts.iter().map(|p| p.request).collect();
+        let padding = (parts.len() as u32..bs).map(RequestId::padding);
+        let request: Vec<_> = own.iter().copied().chain(padding).collect();
+        let mut token_ids: Vec<_> = parts.iter().flat_map(|p| p.tokens).copied().collect();
+        assert_eq!(token_ids.len(), parts.len(), "one token each");
+        token_ids.resize(rows, 0);
+        let (label, span) = (vec![LabelId::MAIN; rows], vec![1; rows]);
+        let sample: Vec<u32> = (0..parts.len() as u32).collect();
+        let input = StepInput {
+            segments: Segments { request: &request, label: &label, span: &span },
+            token_ids: &token_ids,
+            sample: &sample,
+            top_logprobs: &[],
+        };
+        self.drive(&input, &own, &request, lease, capture)
+    }
+
+    fn drive(
+        &mut self,
+        input: &StepInput<'_>,
+        own: &[RequestId],
+        padded: &[RequestId],
+        lease: SlotLease,
+        capture: bool,
+    ) -> Result<Vec<Row>> {
+        self.steps += 1;
         let head = StepHead {
             step: StepId(self.steps),
             epoch: self.steps,
             node: NodeId(0),
             graph_walk: WalkId(0),
-            lease: SlotLease::eager(0, self.steps as u32),
+            lease: SlotLease { generation: self.steps as u32, ..lease },
             capture: false,
             is_preplan: false,
             stream: self.stream,
@@ -161,15 +208,25 @@ impl<N: Node> Engine<N> {
         let step = ResourceStep::new(input.segments).with_token_ids(input.token_ids);
         let mut plans = vec![TypedRef::NONE; self.resources.len()];
         for (_, built) in &self.resources {
-            let ctx = StepContext::new(head, request, request, &plans);
+            let ctx = StepContext::new(head, own, padded, &plans);
             let outcome = built.resource.admit(&step, &ctx)?;
             assert!(outcome.is_ready(), "{}", outcome.message());
         }
         for (index, (_, built)) in self.resources.iter().enumerate() {
-            let ctx = StepContext::new(head, request, request, &plans);
+            let ctx = StepContext::new(head, own, padded, &plans);
             plans[index] = built.resource.plan(&step, &ctx)?.into_result();
         }
-        let ctx = StepContext::new(head, request, request, &plans);
+        if capture {
+            let ctx = StepContext::new(StepHead { capture, ..head }, own, padded, &plans);
+            let input = StepInput { sample: &[], ..*input };
+            let captured = self.node.forward(&ctx, &input, &mut self.out, &self.pool);
+            let ctx = StepContext::new(head, own, padded, &plans);
+            for (_, built) in self.resources.iter().rev() {
+                built.resource.rollback_admit(&step, &ctx)?;
+            }
+            return captured.map(|()| Vec::new());
+        }
+        let ctx = StepContext::new(head, own, padded, &plans);
         self.node.forward(&ctx, input, &mut self.out, &self.pool)?;
         for (_, built) in &self.resources {
             built.resource.commit(&step, &ctx)?;

@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use device::cuda::{Budget, Columns, Context, KvPool, PageTable, Places, Stream, part_of};
 use resource_api::{
     Device, EngineResourceInfo, HostServicesHandle, KvDevicePlan, KvFacts, KvGroup, KvLayer,
-    KvPlan, Result, StepContext, TensorView, TensorViewMut,
+    KvPlan, ResourceError, Result, StepContext, TensorView, TensorViewMut,
 };
 
 /// Changes of a page table that go up with a plan; further ones go before it.
@@ -97,6 +97,12 @@ impl CudaMemory {
             Some(slot) => slot,
             empty => empty.insert(self.new_slot(plan.table.len())?),
         };
+        if slot.table.len() < plan.table.len() && ctx.slot_lease().bucket().is_some() {
+            // The graph would go on reading the table's old place, which nobody writes any more.
+            let message = "more streams than `max_batch` have pages: the page table of a captured step \
+                           cannot grow; set cuda_graphs = false";
+            return Err(ResourceError::unsupported(message));
+        }
         slot.upload(&stream, plan, changes)?;
         plan.device = slot.columns_of(plan)?;
         Ok(())
