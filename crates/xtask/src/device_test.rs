@@ -11,6 +11,8 @@ use std::process::{Command, Stdio};
 
 use anyhow::{Context, Result, bail};
 use serde_json::Value;
+use toml_edit::DocumentMut;
+use xtask::hash;
 
 use crate::step::{Step, cargo, expect_success, shown};
 use crate::{kernels, model, plugins};
@@ -73,12 +75,9 @@ fn build(pack: &Path, with_model: bool) -> Result<()> {
     let installed = xtask::workspace_root().join("plugins");
     for entry in fs::read_dir(&installed)? {
         let path = entry?.path();
-        let name = path.file_name().unwrap_or_default();
-        let to = pack.join("plugins").join(name);
-        match path.extension().and_then(|e| e.to_str()) {
-            Some("so") => copy_stripped(&path, &to)?,
-            Some("toml") if !name.to_string_lossy().starts_with('.') => copy(&path, &to)?,
-            _ => {}
+        let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+        if name.ends_with(".toml") && !name.starts_with('.') {
+            pack_plugin(&path, &pack.join("plugins"))?;
         }
     }
     for (name, test) in tests {
@@ -114,6 +113,20 @@ fn test_executables() -> Result<Vec<(String, PathBuf)>> {
         Some((name, PathBuf::from(m["executable"].as_str()?)))
     });
     Ok(executables.collect())
+}
+
+/// Copies a plugin's library, and its manifest with the digest of what was copied.
+fn pack_plugin(manifest: &Path, to: &Path) -> Result<()> {
+    let text = fs::read_to_string(manifest)?;
+    let mut document: DocumentMut =
+        text.parse().with_context(|| format!("{} is no TOML", manifest.display()))?;
+    let library = document["plugin"]["library"].as_str().unwrap_or_default().to_owned();
+    copy_stripped(&manifest.with_file_name(&library), &to.join(&library))?;
+    if document["plugin"].get("sha256").is_some() {
+        let digest = hash::of_file(&to.join(&library))?;
+        document["plugin"]["sha256"] = toml_edit::value(digest);
+    }
+    write(&to.join(manifest.file_name().unwrap_or_default()), &document.to_string(), 0o644)
 }
 
 fn copy(from: &Path, to: &Path) -> Result<()> {
