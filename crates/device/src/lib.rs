@@ -23,7 +23,8 @@ pub use cpu::pool::Pool;
 pub use cpu::shared_pool::{
     PoolReader, PoolType, PoolView, PoolWriter, RawPool, SharedPool, Turns,
 };
-pub use cpu::{attention, ops};
+pub use cpu::table::{Table, prefetch};
+pub use cpu::{attention, hash, ops};
 pub use error::{Error, Result};
 pub use mapped_file::MappedFile;
 pub use parallel::{Parallel, Serial, for_each_chunk_mut};

@@ -7,7 +7,7 @@ use memmap2::MmapMut;
 use crate::error::{Error, Result};
 
 /// Bytes that begin on a page, are zero at first, and take up memory only once written.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub struct AlignedBuffer {
     /// `None` for a length of 0, which cannot be mapped.
     map: Option<MmapMut>,

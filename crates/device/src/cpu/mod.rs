@@ -3,6 +3,7 @@
 pub mod attention;
 pub(crate) mod companion;
 pub(crate) mod features;
+pub mod hash;
 pub(crate) mod kv_view;
 pub(crate) mod matrix;
 pub(crate) mod memory;
@@ -10,3 +11,4 @@ pub mod ops;
 pub(crate) mod pool;
 pub(crate) mod shared_pool;
 pub(crate) mod simd;
+pub(crate) mod table;

@@ -70,6 +70,7 @@ pub(crate) trait Simd: Copy {
     fn add_i32(self, a: Self::I, b: Self::I) -> Self::I;
     fn sub_i32(self, a: Self::I, b: Self::I) -> Self::I;
     fn and(self, a: Self::I, b: Self::I) -> Self::I;
+    fn xor(self, a: Self::I, b: Self::I) -> Self::I;
     fn max_i32(self, a: Self::I, b: Self::I) -> Self::I;
     fn shl<const N: u32>(self, x: Self::I) -> Self::I;
     /// Shifts in zeros.

@@ -271,6 +271,11 @@ impl Simd for Avx2 {
     }
 
     #[inline(always)]
+    fn xor(self, a: Self::I, b: Self::I) -> Self::I {
+        both!(_mm256_xor_si256, a, b)
+    }
+
+    #[inline(always)]
     fn max_i32(self, a: Self::I, b: Self::I) -> Self::I {
         both!(_mm256_max_epi32, a, b)
     }

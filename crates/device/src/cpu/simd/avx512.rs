@@ -204,6 +204,11 @@ macro_rules! common {
         }
 
         #[inline(always)]
+        fn xor(self, a: __m512i, b: __m512i) -> __m512i {
+            op!(_mm512_xor_si512(a, b))
+        }
+
+        #[inline(always)]
         fn max_i32(self, a: __m512i, b: __m512i) -> __m512i {
             op!(_mm512_max_epi32(a, b))
         }

@@ -172,6 +172,11 @@ impl Simd for Portable {
     }
 
     #[inline(always)]
+    fn xor(self, a: Self::I, b: Self::I) -> Self::I {
+        lanes!(|a, b| a ^ b)
+    }
+
+    #[inline(always)]
     fn max_i32(self, a: Self::I, b: Self::I) -> Self::I {
         lanes!(|a, b| a.max(b))
     }
