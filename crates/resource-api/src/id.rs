@@ -39,6 +39,15 @@ impl RequestId {
         self.slot >= FIRST_PADDING_SLOT
     }
 
+    /// Whether two columns of requests are equal. Looks at all of both, which compilers turn into wide
+    /// compares: quicker than `==` where they nearly always are.
+    pub fn all_equal(a: &[Self], b: &[Self]) -> bool {
+        let differ = |any: u32, (a, b): (&Self, &Self)| {
+            any | (a.slot ^ b.slot) | (a.generation ^ b.generation)
+        };
+        a.len() == b.len() && a.iter().zip(b).fold(0, differ) == 0
+    }
+
     /// `slot` as an index.
     pub const fn index(self) -> usize {
         self.slot as usize
@@ -85,6 +94,11 @@ interned! {
 impl LabelId {
     /// The default label, `main`. The host interns it first, always.
     pub const MAIN: LabelId = LabelId(0);
+
+    /// Whether all of a column are this label.
+    pub fn is_all(self, column: &[Self]) -> bool {
+        column.iter().fold(0, |any, label| any | (label.0 ^ self.0)) == 0
+    }
 }
 
 interned! {

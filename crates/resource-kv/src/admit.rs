@@ -5,8 +5,9 @@ use resource_api::{
 };
 
 use crate::reserve::Refusal;
+use crate::rows::{Entry, Target};
 use crate::state::{Shared, State};
-use crate::step::{Entry, StepRecord, Target};
+use crate::step::StepRecord;
 use crate::stream::StreamId;
 
 /// Most steps between `admit` and `commit`. A host has a handful; more means that it forgets them.
@@ -46,6 +47,7 @@ impl State {
                 Ok(AdmitOutcome::OK)
             }
             Err(refusal) => {
+                self.take_back(&record);
                 self.close_opened(shared, &record);
                 self.spare.push(record);
                 match refusal {
@@ -88,12 +90,12 @@ impl State {
         options: Option<&KvStepOptions>,
     ) -> bool {
         let record = &self.steps[at];
-        let in_place = |entry: &Entry| match (entry.target, self.requests.get(entry.id)) {
+        let in_place = |entry: Entry| match (entry.target, self.requests.get(entry.id)) {
             (Target::Stream, Some(s)) => s.next_len() - record.pending(entry) == entry.start,
             (Target::Stream, None) => false,
             _ => true,
         };
-        !record.stale && record.is_for(segments, options) && record.entries.iter().all(in_place)
+        !record.stale && record.is_for(segments, options) && record.rows.iter().all(in_place)
     }
 
     /// A step that was admitted but never planned, and whose streams another step now extends, was

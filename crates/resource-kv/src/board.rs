@@ -11,10 +11,10 @@ use crate::stream::StreamId;
 pub(crate) const MAX_LABELS: usize = 256;
 
 /// Requests of the first chunk of a column; every further one is as large as all before it.
-const FIRST_CHUNK: usize = 64;
+const FIRST_CHUNK: usize = 256;
 
 /// Chunks of a column: enough for every request slot.
-const CHUNKS: usize = 15;
+const CHUNKS: usize = 13;
 
 /// A stream's published state: each half carries the request's generation.
 #[derive(Debug, Default)]
@@ -78,21 +78,22 @@ impl Board {
         cells[at].held.store(pack(id, held), Ordering::Release);
     }
 
-    /// Publishes the length of a stream that [`Board::set`] has published before.
-    #[inline]
-    pub(crate) fn set_len(&self, id: StreamId, len: u32) {
+    /// To publish lengths of many streams.
+    pub(crate) fn lens(&self) -> Lens<'_> {
+        Lens { board: self, label: usize::MAX, first: 0, cells: &[] }
+    }
+
+    /// The chunk that a stream has its cell in, with the first request there.
+    fn chunk(&self, id: StreamId) -> Option<(usize, &[Cell])> {
         let (chunk, at, _) = place(id.request.index());
-        let column = self.columns.get(id.label.index()).and_then(OnceLock::get);
-        if let Some(cells) = column.and_then(|c| c.chunks.get(chunk)?.get()) {
-            cells[at].len.store(pack(id, len), Ordering::Release);
-        }
+        let cells = self.columns.get(id.label.index())?.get()?.chunks.get(chunk)?.get()?;
+        Some((id.request.index() - at, cells))
     }
 
     /// Committed length and pages of a stream; zeros for one that is not open.
     pub(crate) fn get(&self, id: StreamId) -> (u32, u32) {
-        let (chunk, at, _) = place(id.request.index());
-        let column = self.columns.get(id.label.index()).and_then(OnceLock::get);
-        let Some(cells) = column.and_then(|c| c.chunks.get(chunk)?.get()) else { return (0, 0) };
+        let Some((first, cells)) = self.chunk(id) else { return (0, 0) };
+        let at = id.request.index() - first;
         let read = |half: &AtomicU64| {
             let packed = half.load(Ordering::Acquire);
             if packed >> 32 == u64::from(id.request.generation) { packed as u32 } else { 0 }
@@ -106,6 +107,54 @@ impl Board {
 
     pub(crate) fn free(&self) -> u32 {
         self.free.load(Ordering::Acquire)
+    }
+}
+
+/// Publishes lengths and numbers of pages; remembers where the last one went, since the next one goes beside it.
+pub(crate) struct Lens<'a> {
+    board: &'a Board,
+    label: usize,
+    first: usize,
+    cells: &'a [Cell],
+}
+
+impl Lens<'_> {
+    /// Publishes the length of a stream that [`Board::set`] has published before.
+    #[inline]
+    pub(crate) fn set(&mut self, id: StreamId, len: u32) {
+        let at = id.request.index().wrapping_sub(self.first);
+        match self.cells.get(at) {
+            Some(cell) if self.label == id.label.index() => {
+                cell.len.store(pack(id, len), Ordering::Release);
+            }
+            _ => self.find_and_set(id, len),
+        }
+    }
+
+    /// Publishes the number of pages of such a stream.
+    #[inline]
+    pub(crate) fn set_held(&mut self, id: StreamId, held: u32) {
+        let at = id.request.index().wrapping_sub(self.first);
+        if self.label != id.label.index() || at >= self.cells.len() {
+            self.find(id);
+        }
+        if let Some(cell) = self.cells.get(id.request.index().wrapping_sub(self.first)) {
+            cell.held.store(pack(id, held), Ordering::Release);
+        }
+    }
+
+    #[cold]
+    fn find_and_set(&mut self, id: StreamId, len: u32) {
+        self.find(id);
+        if let Some(cell) = self.cells.get(id.request.index().wrapping_sub(self.first)) {
+            cell.len.store(pack(id, len), Ordering::Release);
+        }
+    }
+
+    #[cold]
+    fn find(&mut self, id: StreamId) {
+        let (first, cells) = self.board.chunk(id).unwrap_or((0, &[]));
+        (self.label, self.first, self.cells) = (id.label.index(), first, cells);
     }
 }
 
@@ -137,6 +186,15 @@ mod tests {
         board.set(id(700, 3, 9), 1, 1);
         assert_eq!(board.get(id(700, 3, 0)), (40, 5));
         assert_eq!(board.get(id(700, 2, 0)), (0, 0));
+        let mut lens = board.lens();
+        board.set(id(3, 1, 0), 1, 1);
+        lens.set(id(700, 3, 9), 2);
+        lens.set(id(700, 3, 0), 41);
+        lens.set(id(3, 1, 0), 7);
+        lens.set(id(9000, 1, 0), 8);
+        lens.set_held(id(3, 1, 0), 9);
+        let read = [(700, 3, 0), (700, 3, 9), (3, 1, 0)].map(|(s, g, l)| board.get(id(s, g, l)));
+        assert_eq!(read, [(41, 5), (2, 1), (7, 9)]);
         assert_eq!(board.get(id(700, 3, 1)), (0, 0));
         assert_eq!(board.get(id(u32::MAX - 70000, 3, 0)), (0, 0));
         assert!(Board::check(id(0, 1, 255)).is_ok() && Board::check(id(0, 1, 256)).is_err());

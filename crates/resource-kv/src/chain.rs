@@ -1,9 +1,10 @@
 //! What is known of the tokens of a request's `main` stream, and the keys of their pages.
 
-use resource_api::{RequestOverrides, Result};
+use device::hash::keyed_hashes;
+use resource_api::{RequestId, RequestOverrides, Result};
 use serde::Deserialize;
 
-use crate::keys::{Key, Link, link, short};
+use crate::keys::{BLOCK, Key, Link, link, short};
 use crate::state::Shared;
 
 /// What a request may say about the cache.
@@ -27,6 +28,11 @@ fn yes() -> bool {
 #[derive(Debug, Default)]
 #[repr(C, align(64))]
 pub(crate) struct Chain {
+    /// Generation of the request; 0 when there is none. With what follows up to `links` in the
+    /// cache line that every step touches.
+    generation: u32,
+    /// The last of the tokens.
+    last: u32,
     tokens: Vec<u32>,
     prompt: u32,
     /// Sampled tokens that the host has told of.
@@ -38,6 +44,8 @@ pub(crate) struct Chain {
     keyed: bool,
     /// Whether what the stream holds is these tokens.
     pub(crate) holds: bool,
+    /// Whether a step has fed tokens that nobody had named yet: then outputs end pages, too.
+    behind: bool,
     /// Tokens that the stream took over from the cache.
     pub(crate) adopted: u32,
     /// Links of whole pages, as far as they were needed.
@@ -71,6 +79,7 @@ impl Chain {
         tokens.extend_from_slice(prompt);
         let mut chain = Chain {
             root: prefix.root(salt),
+            last: prompt.last().copied().unwrap_or(0),
             tokens,
             links: Vec::with_capacity(capacity / page_size as usize),
             prompt: prompt.len() as u32,
@@ -89,28 +98,49 @@ impl Chain {
         (self.indexed, self.adopted) = (0, 0);
     }
 
+    /// Gives the chain to a request.
+    pub(crate) fn of(self, request: RequestId) -> Self {
+        Chain { generation: request.generation, ..self }
+    }
+
+    /// Whether it is a request's.
+    #[inline]
+    pub(crate) fn is_of(&self, request: RequestId) -> bool {
+        self.generation == request.generation && request.generation != 0
+    }
+
     /// Notes that `span` tokens went into the stream after the first `start`; `ids` says which, if
     /// anyone knows. Generated ones may be told of later, by [`Chain::output`].
-    #[inline]
     pub(crate) fn feed(&mut self, start: u32, span: u32, ids: Option<&[u32]>) {
         let from = start as usize;
         match ids {
-            // Nearly always: the token that was sampled last.
-            Some(&[id]) if from < self.tokens.len() => {
-                if self.tokens[from] != id {
-                    self.diverge(start, &[id]);
-                }
-            }
             Some(ids) => {
                 let known = self.tokens.get(from..).unwrap_or(&[]);
                 let same = known.len().min(ids.len());
                 if known[..same] != ids[..same] || from > self.tokens.len() {
                     return self.diverge(start, ids);
                 }
-                self.tokens.extend_from_slice(&ids[same..]);
+                self.extend(&ids[same..]);
             }
-            None => self.holds &= start >= self.prompt && span > 0,
+            None => {
+                self.holds &= start >= self.prompt && span > 0;
+                self.behind = true;
+            }
         }
+    }
+
+    /// [`Chain::feed`] of one token: nearly always the one that was sampled last, and then the memory of
+    /// the tokens is not read.
+    #[inline]
+    pub(crate) fn feed_one(&mut self, start: u32, id: u32) {
+        if id != self.last || start as usize + 1 != self.tokens.len() {
+            self.feed(start, 1, Some(&[id]));
+        }
+    }
+
+    fn extend(&mut self, ids: &[u32]) {
+        self.tokens.extend_from_slice(ids);
+        self.last = self.tokens.last().copied().unwrap_or(0);
     }
 
     /// A step fed something else than what was said to come.
@@ -120,13 +150,14 @@ impl Chain {
             return;
         }
         self.truncate(start);
-        self.tokens.extend_from_slice(ids);
+        self.extend(ids);
     }
 
     /// Forgets tokens past the first `len`.
     fn truncate(&mut self, len: u32) {
         self.tokens.truncate(len as usize);
         self.links.truncate((len / self.page_size) as usize);
+        self.last = self.tokens.last().copied().unwrap_or(0);
     }
 
     /// Learns the next token that was sampled.
@@ -137,7 +168,14 @@ impl Chain {
         // It may have been fed already, and what was fed counts.
         if at == self.tokens.len() && self.keyed {
             self.tokens.push(id);
+            self.last = id;
         }
+    }
+
+    /// Whether the page after those indexed may have become whole by the last token that was named.
+    #[inline]
+    pub(crate) fn may_have_ended_page(&self) -> bool {
+        self.behind && self.tokens.len() == ((self.indexed + 1) * self.page_size) as usize
     }
 
     /// The stream was cut to `len` tokens: what was only tried out is forgotten.
@@ -181,6 +219,34 @@ impl Chain {
         }
     }
 
+    /// Leaves the link of the page that has just become whole to a batch, if it is the only one that
+    /// lacks; makes the links of the first `pages` pages otherwise.
+    pub(crate) fn extend_links_in(
+        &mut self,
+        batch: &mut LinkBatch,
+        request: RequestId,
+        pages: u32,
+    ) {
+        let last = self.links.len();
+        let block = self.tokens.get(last * BLOCK..(last + 1) * BLOCK);
+        match block.and_then(|tokens| tokens.try_into().ok()) {
+            Some(block) if self.page_size as usize == BLOCK && last + 1 == pages as usize => {
+                batch.of.push((request, last));
+                batch.keys.push(*self.links.last().unwrap_or(&self.root));
+                batch.blocks.push(block);
+            }
+            _ => self.extend_links(pages),
+        }
+    }
+
+    /// Adds a link that a batch has computed for page `at`; says its key.
+    pub(crate) fn push_link(&mut self, at: usize, link: Link) -> Key {
+        if at == self.links.len() {
+            self.links.push(link);
+        }
+        short(&link)
+    }
+
     /// Keys of pages `from..to`, which [`Chain::extend_links`] has made.
     pub(crate) fn keys(&self, from: u32, to: u32) -> impl DoubleEndedIterator<Item = Key> + '_ {
         self.links[from as usize..to as usize].iter().map(short)
@@ -189,5 +255,27 @@ impl Chain {
     /// Whether these are the first tokens.
     pub(crate) fn starts_with(&self, ids: &[u32]) -> bool {
         self.tokens.starts_with(ids)
+    }
+}
+
+/// Links of pages of different requests: they do not depend on each other and are computed together.
+#[derive(Debug, Default)]
+pub(crate) struct LinkBatch {
+    /// Whose links, and of which page.
+    of: Vec<(RequestId, usize)>,
+    keys: Vec<Link>,
+    blocks: Vec<[u32; BLOCK]>,
+    links: Vec<Link>,
+}
+
+impl LinkBatch {
+    /// Computes the links and empties the batch; keeps its memory.
+    pub(crate) fn finish(&mut self) -> impl Iterator<Item = ((RequestId, usize), Link)> + '_ {
+        self.links.clear();
+        self.links.resize(self.keys.len(), Link::default());
+        keyed_hashes(&self.keys, &self.blocks, &mut self.links);
+        self.keys.clear();
+        self.blocks.clear();
+        self.of.drain(..).zip(self.links.iter().copied())
     }
 }

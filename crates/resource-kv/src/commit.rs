@@ -1,10 +1,12 @@
 //! Making what a step wrote part of its streams.
 
-use resource_api::{ResourceError, ResourceStep, Result, StepContext};
+use resource_api::{LabelId, ResourceError, ResourceStep, Result, StepContext};
 
+use crate::chain::Chain;
 use crate::prefix::Fed;
+use crate::rows::{Rows, Target};
 use crate::state::{Shared, State};
-use crate::step::{StepRecord, Target};
+use crate::step::StepRecord;
 use crate::stream::{StreamId, droppable};
 
 impl State {
@@ -33,7 +35,7 @@ impl State {
             }
         }
         if record.commit {
-            self.grow(shared, &record, Fed::by(shared, step, ctx, record.tokens as usize));
+            self.grow(shared, &record, Fed::by(shared, step, ctx, record.rows.tokens as usize));
             self.trim(shared, &record);
         } else {
             self.unmark(&record);
@@ -45,7 +47,26 @@ impl State {
 
     /// Takes the step's marks off its streams and lets them grow, in one pass over them.
     fn grow(&mut self, shared: &Shared, record: &StepRecord, mut fed: Fed<'_>) {
-        for entry in &record.entries {
+        let rows = &record.rows;
+        if rows.all_plain() {
+            let start = &rows.start[..];
+            match fed {
+                Fed::Ids(ids) if rows.all_single() => {
+                    self.grow_plain(shared, rows, |row, chain| {
+                        chain.feed_one(start[row], ids[row]);
+                    })
+                }
+                _ => self.grow_plain(shared, rows, |row, chain| {
+                    let (own, span) = (fed.split(rows.span[row]), rows.span[row]);
+                    if span > 0 {
+                        own.note(chain, start[row], span);
+                    }
+                }),
+            }
+            return self.index_ended();
+        }
+        let mut lens = shared.board.lens();
+        for entry in record.rows.iter() {
             let own = fed.split(entry.span);
             let Some((stream, chain)) = self.requests.get_with_chain(entry.id) else { continue };
             match entry.target {
@@ -60,8 +81,7 @@ impl State {
                 continue;
             }
             stream.len += entry.span;
-            stream.generation += 1;
-            shared.board.set_len(entry.id, stream.len);
+            lens.set(entry.id, stream.len);
             if let Some(chain) = chain {
                 own.note(chain, entry.start, entry.span);
                 if chain.has_ended_page(stream.len) {
@@ -71,6 +91,29 @@ impl State {
         }
         self.unmark_others(record);
         self.index_ended();
+    }
+
+    /// [`State::grow`] where all rows are plain. `note` tells the chain of a row's request what was fed.
+    #[inline]
+    fn grow_plain(
+        &mut self,
+        shared: &Shared,
+        rows: &Rows,
+        mut note: impl FnMut(usize, &mut Chain),
+    ) {
+        let mut lens = shared.board.lens();
+        for (row, (&request, &span)) in rows.request.iter().zip(&rows.span).enumerate() {
+            let Some((stream, chain)) = self.requests.main_and_chain(request) else { continue };
+            stream.in_flight -= 1;
+            stream.pending -= span;
+            stream.len += span;
+            let len = stream.len;
+            lens.set(StreamId { request, label: LabelId::MAIN }, len);
+            note(row, chain);
+            if chain.has_ended_page(len) {
+                self.ended.push(request);
+            }
+        }
     }
 
     fn trim(&mut self, shared: &Shared, record: &StepRecord) {

@@ -81,6 +81,29 @@ impl PageSize {
         position - self.page(position) * self.size
     }
 
+    /// The slots of these positions.
+    pub(crate) fn slots(self, positions: &[u32], slots: &mut [u32]) {
+        let pairs = slots.iter_mut().zip(positions);
+        match self.shift {
+            Some(_) => pairs.for_each(|(slot, position)| *slot = position & (self.size - 1)),
+            None => pairs.for_each(|(slot, position)| *slot = position % self.size),
+        }
+    }
+
+    /// Tokens in the last page of streams of these lengths.
+    pub(crate) fn last_slots(self, lens: &[u32], tokens: &mut [u32]) {
+        self.slots(lens, tokens);
+        for (tokens, &len) in tokens.iter_mut().zip(lens) {
+            *tokens = if *tokens == 0 && len > 0 { self.size } else { *tokens };
+        }
+    }
+
+    /// Tokens of so many pages.
+    #[inline]
+    pub(crate) fn tokens(self, pages: u32) -> u64 {
+        u64::from(pages) * u64::from(self.size)
+    }
+
     /// Pages for so many tokens.
     #[inline]
     pub(crate) fn pages(self, tokens: u32) -> u32 {
@@ -103,6 +126,11 @@ mod tests {
                 let wide = u64::from(n);
                 assert_eq!((by.page(n), by.slot(n)), (n / size, n % size), "{n} by {size}");
                 assert_eq!(u64::from(by.pages(n)), wide.div_ceil(u64::from(size)));
+                let (mut slot, mut last) = ([0], [0]);
+                by.slots(&[n], &mut slot);
+                by.last_slots(&[n], &mut last);
+                assert_eq!(slot, [n % size]);
+                assert_eq!(last, [if n == 0 { 0 } else { (n - 1) % size + 1 }]);
             }
         }
     }

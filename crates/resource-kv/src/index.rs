@@ -1,5 +1,7 @@
 //! Which page holds which key.
 
+use device::{Table, prefetch};
+
 use crate::keys::Key;
 use crate::pool::SINK;
 
@@ -10,7 +12,7 @@ use crate::pool::SINK;
 /// nearly every other key. The full key lies with the page, which whoever finds it touches anyway.
 #[derive(Debug, Default)]
 pub(crate) struct PrefixIndex {
-    slots: Vec<u64>,
+    slots: Table<u64>,
     mask: usize,
     len: u32,
 }
@@ -32,10 +34,15 @@ fn pack(key: Key, page: u32) -> u64 {
 
 impl PrefixIndex {
     /// Makes room for `pages` keys: at most half of the slots are in use.
-    pub(crate) fn open(&mut self, pages: u32) {
+    ///
+    /// # Errors
+    /// When the operating system has no room.
+    pub(crate) fn open(&mut self, pages: u32) -> device::Result<()> {
+        const { assert!(VACANT == 0, "a new table is zero") }
         let slots = (pages as usize * 2).next_power_of_two();
-        self.slots = vec![VACANT; slots];
+        self.slots = Table::zeroed(slots)?;
         self.mask = slots - 1;
+        Ok(())
     }
 
     pub(crate) fn is_open(&self) -> bool {
@@ -51,11 +58,19 @@ impl PrefixIndex {
         (slot >> 32) as usize & self.mask
     }
 
-    /// Reads the slots that these keys belong to, so that what follows finds them in the processor's
-    /// cache: reads that do not depend on each other wait for memory together.
-    pub(crate) fn warm(&self, keys: impl Iterator<Item = Key>) {
-        let read = |key| self.slots[self.home(pack(key, 0))];
-        std::hint::black_box(keys.map(read).fold(0, |a, b| a ^ b));
+    /// Asks for the slot that a key belongs to, so that what follows finds it in the processor's cache.
+    #[inline]
+    pub(crate) fn warm(&self, key: Key) {
+        if let Some(slot) = self.slots.get(self.home(pack(key, 0))) {
+            prefetch(slot);
+        }
+    }
+
+    /// The page that the slot of this key, if it is alone there, has: so that its memory can be asked
+    /// for before [`PrefixIndex::find`] compares keys.
+    #[inline]
+    pub(crate) fn hint(&self, key: Key) -> u32 {
+        self.slots.get(self.home(pack(key, 0))).map_or(SINK, |&slot| page_of(slot))
     }
 
     /// The page with this key; `key_of` says which key a page has.
@@ -128,7 +143,7 @@ mod tests {
     #[test]
     fn the_table_agrees_with_a_map() {
         let mut table = PrefixIndex::default();
-        table.open(20);
+        table.open(20).unwrap();
         let mut map: HashMap<Key, u32> = HashMap::new();
         let mut x = 1u32;
         for _ in 0..20_000 {

@@ -4,8 +4,14 @@
 //! the same in every process and every build; `docs/prefix-keys.md` has the definition for other
 //! implementations, and the vectors that the test below checks.
 
-/// A link of the chain. All 32 bytes go into the next link; the index looks pages up by [`short`].
-pub(crate) type Link = [u8; 32];
+use device::hash::keyed_hash;
+
+/// A link of the chain, as little-endian words. All of it goes into the next link; the index looks
+/// pages up by [`short`].
+pub(crate) type Link = [u32; 8];
+
+/// Tokens of a page whose link is one compression.
+pub(crate) const BLOCK: usize = 16;
 
 /// What the index keeps of a link.
 pub(crate) type Key = u128;
@@ -15,9 +21,16 @@ const CONTEXT: &str = "engine-host 2026-11 kv prefix root";
 
 /// The first 128 bits of a link.
 pub(crate) fn short(link: &Link) -> Key {
-    let mut bytes = [0; 16];
-    bytes.copy_from_slice(&link[..16]);
-    Key::from_le_bytes(bytes)
+    link[..4].iter().rev().fold(0, |key, &word| key << 32 | Key::from(word))
+}
+
+fn words(digest: &blake3::Hash) -> Link {
+    let word = |i: usize| {
+        let mut bytes = [0; 4];
+        bytes.copy_from_slice(&digest.as_bytes()[i * 4..][..4]);
+        u32::from_le_bytes(bytes)
+    };
+    std::array::from_fn(word)
 }
 
 /// Makes the link that a stream's first page hangs on. Every part has a tag and a length, so that no
@@ -30,25 +43,35 @@ pub(crate) fn root(parts: &[(&str, &[u8])]) -> Link {
             hasher.update(bytes);
         }
     }
-    *hasher.finalize().as_bytes()
+    words(&hasher.finalize())
 }
 
-/// The link of a page with these tokens after `parent`: one compression for up to 16 tokens.
+/// The link of a page with these tokens after `parent`.
 pub(crate) fn link(parent: &Link, tokens: &[u32]) -> Link {
-    let hasher = |bytes: &[u8]| *blake3::keyed_hash(parent, bytes).as_bytes();
-    if cfg!(target_endian = "little") {
-        return hasher(bytemuck::cast_slice(tokens));
+    if let Ok(block) = <&[u32; BLOCK]>::try_from(tokens) {
+        return keyed_hash(parent, block);
     }
-    let bytes: Vec<u8> = tokens.iter().flat_map(|t| t.to_le_bytes()).collect();
-    hasher(&bytes)
+    let mut key = [0; 32];
+    key.chunks_exact_mut(4)
+        .zip(parent)
+        .for_each(|(to, word)| to.copy_from_slice(&word.to_le_bytes()));
+    let hash = |bytes: &[u8]| words(&blake3::keyed_hash(&key, bytes));
+    if cfg!(target_endian = "little") {
+        return hash(bytemuck::cast_slice(tokens));
+    }
+    hash(&tokens.iter().flat_map(|t| t.to_le_bytes()).collect::<Vec<u8>>())
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    fn hex(bytes: &[u8]) -> String {
-        bytes.iter().map(|b| format!("{b:02x}")).collect()
+    fn bytes(words: &[u32]) -> Vec<u8> {
+        words.iter().flat_map(|word| word.to_le_bytes()).collect()
+    }
+
+    fn hex(link: &[u32]) -> String {
+        bytes(link).iter().map(|b| format!("{b:02x}")).collect()
     }
 
     fn numbers(range: std::ops::Range<u32>) -> Vec<u32> {
@@ -73,7 +96,18 @@ mod tests {
             let line = format!("| {i} | `{}` |", hex(link));
             assert!(document.contains(&line), "docs/prefix-keys.md lacks {line}");
         }
-        assert_eq!(hex(&short(&links[1]).to_le_bytes()), hex(&links[1])[..32]);
+        let key = short(&links[1]).to_le_bytes();
+        assert_eq!(key[..], bytes(&links[1])[..16]);
+    }
+
+    #[test]
+    fn links_of_pages_of_any_size_are_blake3s() {
+        for size in [1, 15, 16, 17, 40] {
+            let (parent, tokens) = (std::array::from_fn(|i| i as u32 * 7919), numbers(5..5 + size));
+            let key: [u8; 32] = bytes(&parent).try_into().unwrap();
+            let expected = blake3::keyed_hash(&key, &bytes(&tokens));
+            assert_eq!(bytes(&link(&parent, &tokens)), expected.as_bytes());
+        }
     }
 
     #[test]

@@ -18,7 +18,7 @@
 //! | `keys`, `index` | what a page holds, as a digest, and the page that has it |
 //! | `chain`, `prefix` | the known tokens of a request, and sharing the pages of those that begin alike |
 //! | `stream` | streams of requests |
-//! | `step` | what a step in flight has reserved |
+//! | `step`, `rows` | what a step in flight has reserved; its segments as columns |
 //! | `state` | all of that under one lock: requests come and go |
 //! | `admit`, `reserve`, `undo` | taking what a step needs, all or nothing, and giving it back |
 //! | `plan`, `commit` | laying a step out, and making it part of its streams |
@@ -43,6 +43,7 @@ mod pool;
 mod prefix;
 mod reserve;
 mod resource;
+mod rows;
 mod seats;
 mod spec;
 mod state;

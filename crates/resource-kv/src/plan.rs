@@ -1,15 +1,19 @@
 //! Laying an admitted step out: which pages its rows read, and where its tokens are written.
+//!
+//! Where all rows are plain, which is nearly always, the columns are copies of what admission noted,
+//! and a stream is looked at again only where its page table lacks something.
 
 use resource_api::{
-    CombinedLabel, KvGroup, KvPlan, KvStepOptions, LabelId, Plan, PlanSlots, ResourceError,
-    ResourceStep, Result, StepContext,
+    CombinedLabel, KvGroup, KvPlan, KvStepOptions, LabelId, Plan, PlanSlots, PlanVec,
+    ResourceError, ResourceStep, Result, StepContext,
 };
 
 use crate::geometry::PageSize;
 use crate::pool::SINK;
+use crate::rows::{Entry, Rows, Target};
 use crate::seats::Seats;
 use crate::state::{Shared, State};
-use crate::step::{Entry, StepRecord, Target, plan_label};
+use crate::step::{StepRecord, plan_label};
 use crate::stream::{NO_SEAT, Requests};
 
 impl State {
@@ -88,31 +92,128 @@ impl State {
 fn lay_out(
     plan: &mut KvPlan,
     shared: &Shared,
-    record: &StepRecord,
+    record: &mut StepRecord,
     requests: &mut Requests,
     seats: &mut Seats,
     ctx: &StepContext<'_>,
     combined: &[CombinedLabel],
 ) -> Result<()> {
-    let uniform = record.one_label && combined.is_empty();
-    match record.entries.first() {
-        Some(first) if uniform => write_group(plan, record, first.id.label),
-        _ => write_groups(plan, record, combined)?,
+    let rows = &mut record.rows;
+    let uniform = rows.one_label && combined.is_empty() && rows.len() > 0;
+    match uniform {
+        true => write_group(plan, rows),
+        false => write_groups(plan, rows, combined)?,
     }
-    if record.unseated {
-        for entry in &record.entries {
-            if let (Target::Stream | Target::Fork(_), Some(s)) =
-                (entry.target, requests.get_mut(entry.id))
-            {
-                seats.take(s);
-            }
-        }
+    if rows.unseated {
+        seat_all(rows, requests, seats);
     }
     let slot = ctx.slot() as usize;
     seats.make_room(slot, &mut plan.table, ctx.slot_lease().bucket().is_some());
     plan.table_stride = seats.stride();
+    if uniform && rows.all_plain() {
+        write_plain(plan, shared.page_size, rows, requests, seats, slot);
+        return Ok(());
+    }
+    write_any(plan, shared.page_size, record, requests, seats, slot, combined, uniform);
+    Ok(())
+}
 
-    let rows = record.entries.len();
+/// Gives every stream of the step a seat.
+fn seat_all(rows: &mut Rows, requests: &mut Requests, seats: &mut Seats) {
+    for row in 0..rows.len() {
+        let Entry { id, target: Target::Stream | Target::Fork(_), .. } = rows.get(row) else {
+            continue;
+        };
+        if let Some(stream) = requests.get_mut(id) {
+            rows.seat[row] = seats.take(stream);
+        }
+    }
+    rows.unseated = false;
+}
+
+/// Rows that are all plain, as columns.
+fn write_plain(
+    plan: &mut KvPlan,
+    size: PageSize,
+    rows: &Rows,
+    requests: &Requests,
+    seats: &mut Seats,
+    slot: usize,
+) {
+    let count = rows.len();
+    plan.request.resize(count, resource_api::RequestId::padding(0)).copy_from_slice(&rows.request);
+    set(&mut plan.seat, &rows.seat);
+    set(&mut plan.start, &rows.start);
+    set(&mut plan.span, &rows.span);
+    let len = plan.len.resize(count, 0);
+    let spans = rows.start.iter().zip(&rows.span);
+    len.iter_mut().zip(spans).for_each(|(len, (start, span))| *len = start + span);
+    size.last_slots(len, plan.last_page_len.resize(count, 0));
+    let token_start = plan.token_start.resize(count, 0);
+    if rows.all_single() {
+        token_start.iter_mut().zip(0..).for_each(|(to, row)| *to = row);
+        set(&mut plan.write_page, &rows.page);
+        size.slots(&rows.start, plan.write_slot.resize(count, 0));
+    } else {
+        let tokens = rows.tokens as usize;
+        let write_page = plan.write_page.resize(tokens, SINK);
+        let write_slot = plan.write_slot.resize(tokens, 0);
+        let mut token = 0;
+        for row in 0..count {
+            token_start[row] = token as u32;
+            let (start, span) = (rows.start[row], rows.span[row]);
+            let tokens = token..token + span as usize;
+            let to = (&mut write_page[tokens.clone()], &mut write_slot[tokens]);
+            match (span, requests.main(rows.request[row])) {
+                (1, _) => (to.0[0], to.1[0]) = (rows.page[row], size.slot(start)),
+                (_, Some(stream)) => write_places(to, size, start, &stream.pages),
+                _ => {}
+            }
+            token += span as usize;
+        }
+    }
+    let mut tables = seats.tables(slot, plan.table.as_mut_slice());
+    for (((&seat, &list), &len), request) in
+        rows.seat.iter().zip(&rows.list).zip(plan.len.iter()).zip(&rows.request)
+    {
+        let needed = size.pages(len);
+        if !tables.has(seat, list, needed)
+            && let Some(stream) = requests.main(*request)
+        {
+            tables.write(seat, list, &stream.pages[..needed as usize]);
+        }
+    }
+}
+
+fn set(column: &mut PlanVec<u32>, values: &[u32]) {
+    column.resize(values.len(), 0).copy_from_slice(values);
+}
+
+/// The places of tokens from `start` on of a stream with these pages.
+fn write_places(
+    (write_page, write_slot): (&mut [u32], &mut [u32]),
+    size: PageSize,
+    start: u32,
+    pages: &[u32],
+) {
+    for ((page, slot), position) in write_page.iter_mut().zip(write_slot).zip(start..) {
+        (*page, *slot) = (pages[size.page(position) as usize], size.slot(position));
+    }
+}
+
+/// Rows of any kind, one by one.
+#[allow(clippy::too_many_arguments)]
+fn write_any(
+    plan: &mut KvPlan,
+    size: PageSize,
+    record: &StepRecord,
+    requests: &Requests,
+    seats: &mut Seats,
+    slot: usize,
+    combined: &[CombinedLabel],
+    uniform: bool,
+) {
+    let rows = record.rows.len();
     let tokens = plan.groups.last().map_or(0, |g| (g.first_token + g.num_tokens) as usize);
     let KvPlan {
         groups,
@@ -138,11 +239,11 @@ fn lay_out(
         last_page_len: last_page_len.resize(rows, 0),
         write_page: write_page.resize(tokens, SINK),
         write_slot: write_slot.resize(tokens, 0),
-        size: shared.page_size,
+        size,
     };
     let mut tables = seats.tables(slot, table.as_mut_slice());
     let mut at = At::default();
-    let mut add = |entry: &Entry, at: At| {
+    let mut add = |entry: Entry, at: At| {
         let stream = match entry.target {
             Target::Stream | Target::Fork(_) => requests.get(entry.id),
             Target::Sink | Target::Nothing => None,
@@ -159,31 +260,30 @@ fn lay_out(
         tables.write(stream.seat, list, &pages[..needed]);
     };
     if uniform {
-        for entry in &record.entries {
+        for entry in record.rows.iter() {
             add(entry, at);
             at.pass(entry.span);
         }
-        return Ok(());
+        return;
     }
     for group in groups.iter() {
         at.first_token = at.token;
-        for_each_of(record, group.label, combined, |entry| {
+        for_each_of(&record.rows, group.label, combined, |entry| {
             add(entry, at);
             at.pass(entry.span);
         });
     }
-    Ok(())
 }
 
 /// The group of a step whose rows all have one label.
-fn write_group(plan: &mut KvPlan, record: &StepRecord, label: LabelId) {
-    let (num_rows, num_tokens) = (record.entries.len() as u32, record.tokens);
+fn write_group(plan: &mut KvPlan, rows: &Rows) {
+    let (label, num_rows, num_tokens) = (rows.label[0], rows.len() as u32, rows.tokens);
     plan.groups.clear();
     plan.groups.push(KvGroup { label, first_row: 0, num_rows, first_token: 0, num_tokens });
 }
 
 /// One group per plan label, in order of first appearance.
-fn write_groups(plan: &mut KvPlan, record: &StepRecord, combined: &[CombinedLabel]) -> Result<()> {
+fn write_groups(plan: &mut KvPlan, rows: &Rows, combined: &[CombinedLabel]) -> Result<()> {
     for (i, c) in combined.iter().enumerate() {
         if combined[..i].iter().any(|other| other.source == c.source) {
             let what = format!("label {} is part of two combined labels, or twice", c.source.0);
@@ -191,7 +291,7 @@ fn write_groups(plan: &mut KvPlan, record: &StepRecord, combined: &[CombinedLabe
         }
     }
     plan.groups.clear();
-    for entry in &record.entries {
+    for entry in rows.iter() {
         let label = plan_label(entry.id.label, combined);
         if label == entry.id.label
             && combined.iter().any(|c| c.combined == label)
@@ -219,13 +319,8 @@ fn write_groups(plan: &mut KvPlan, record: &StepRecord, combined: &[CombinedLabe
 }
 
 /// The entries of a plan label: of a combined one, source by source.
-fn for_each_of(
-    record: &StepRecord,
-    label: LabelId,
-    combined: &[CombinedLabel],
-    mut f: impl FnMut(&Entry),
-) {
-    let mut of = |label| record.entries.iter().filter(|e| e.id.label == label).for_each(&mut f);
+fn for_each_of(rows: &Rows, label: LabelId, combined: &[CombinedLabel], mut f: impl FnMut(Entry)) {
+    let mut of = |label| rows.iter().filter(|e| e.id.label == label).for_each(&mut f);
     let mut sources = combined.iter().filter(|c| c.combined == label).peekable();
     match sources.peek() {
         None => of(label),
@@ -265,7 +360,7 @@ struct Columns<'a> {
 
 impl Columns<'_> {
     #[inline]
-    fn row(&mut self, at: At, entry: &Entry, seat: u32, start: u32, len: u32) {
+    fn row(&mut self, at: At, entry: Entry, seat: u32, start: u32, len: u32) {
         let row = at.row;
         self.request[row] = entry.id.request;
         self.seat[row] = seat;
@@ -278,26 +373,18 @@ impl Columns<'_> {
 
     /// A row that reads and writes `pages`; says how many of them.
     #[inline]
-    fn stream_row(&mut self, at: At, entry: &Entry, seat: u32, pages: &[u32]) -> usize {
+    fn stream_row(&mut self, at: At, entry: Entry, seat: u32, pages: &[u32]) -> usize {
         let len = entry.start + entry.span;
         self.row(at, entry, seat, entry.start, len);
         let size = self.size;
-        if entry.span == 1 {
-            let page = size.page(entry.start) as usize;
-            self.write_page[at.token] = pages[page];
-            self.write_slot[at.token] = size.slot(entry.start);
-            return page + 1;
-        }
         let tokens = at.token..at.token + entry.span as usize;
-        let places = self.write_page[tokens.clone()].iter_mut().zip(&mut self.write_slot[tokens]);
-        for ((page, slot), position) in places.zip(entry.start..len) {
-            (*page, *slot) = (pages[size.page(position) as usize], size.slot(position));
-        }
+        let to = (&mut self.write_page[tokens.clone()], &mut self.write_slot[tokens]);
+        write_places(to, size, entry.start, pages);
         size.pages(len) as usize
     }
 
     /// A row of the sink. Attention over no tokens is undefined, so padding reads at least one.
-    fn sink_row(&mut self, at: At, entry: &Entry) {
+    fn sink_row(&mut self, at: At, entry: Entry) {
         let len = if entry.target == Target::Nothing { 0 } else { entry.span.max(1) };
         self.row(at, entry, NO_SEAT, 0, len);
         let tokens = at.token..at.token + entry.span as usize;

@@ -1,5 +1,8 @@
 //! Which pages are free, how many owners each of the others has, and which hold known prefixes.
 
+use bytemuck::{Pod, Zeroable};
+use device::{Table, prefetch};
+
 use crate::index::PrefixIndex;
 use crate::keys::Key;
 
@@ -10,7 +13,8 @@ pub(crate) const SINK: u32 = 0;
 const END: u32 = u32::MAX;
 
 /// A page's owners, and two marks in the same word: 4 bytes a page are what most steps touch.
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Copy, Debug, Default, Pod, Zeroable)]
+#[repr(transparent)]
 struct Owners(u32);
 
 impl Owners {
@@ -30,8 +34,8 @@ impl Owners {
 }
 
 /// What few steps touch.
-#[derive(Clone, Copy, Debug)]
-#[repr(align(32))]
+#[derive(Clone, Copy, Debug, Pod, Zeroable)]
+#[repr(C)]
 struct Page {
     /// Key of an indexed page.
     key: Key,
@@ -76,6 +80,17 @@ impl List {
         self.len -= 1;
     }
 
+    /// Removes these pages, which are the first ones.
+    fn remove_first(&mut self, pages: &mut [Page], chosen: &[u32]) {
+        let Some(&last) = chosen.last() else { return };
+        self.first = pages[last as usize].after;
+        match self.first {
+            END => self.last = END,
+            first => pages[first as usize].before = END,
+        }
+        self.len -= chosen.len() as u32;
+    }
+
     fn iter(self, pages: &[Page]) -> impl Iterator<Item = u32> + '_ {
         let next = |page: &u32| Some(pages[*page as usize].after).filter(|&n| n != END);
         // A damaged list could be a ring.
@@ -91,8 +106,8 @@ impl List {
 /// Every operation is O(1) per page.
 #[derive(Debug)]
 pub(crate) struct PagePool {
-    owners: Vec<Owners>,
-    pages: Vec<Page>,
+    owners: Table<Owners>,
+    pages: Table<Page>,
     /// The last one is taken next.
     ready: Vec<u32>,
     waiting: List,
@@ -101,6 +116,8 @@ pub(crate) struct PagePool {
     /// the first one is a leaf.
     cached: List,
     index: PrefixIndex,
+    /// Pages that an eviction has chosen; kept for its memory.
+    chosen: Vec<u32>,
     num_sealed: u32,
     /// See [`PagePool::peak`].
     peak: u32,
@@ -109,25 +126,32 @@ pub(crate) struct PagePool {
 
 impl PagePool {
     /// `num_pages` pages, the sink included, which are at least 2. Taken in ascending order.
-    pub(crate) fn new(num_pages: u32) -> Self {
-        let mut owners = vec![Owners(0); num_pages as usize];
+    ///
+    /// # Errors
+    /// When the operating system has no room for their records.
+    pub(crate) fn new(num_pages: u32) -> device::Result<Self> {
+        let mut owners = Table::<Owners>::zeroed(num_pages as usize)?;
         owners[SINK as usize] = Owners(1);
-        PagePool {
+        Ok(PagePool {
             owners,
-            pages: vec![Page { key: 0, before: END, after: END, epoch: 0 }; num_pages as usize],
+            pages: Table::zeroed(num_pages as usize)?,
             ready: (SINK + 1..num_pages).rev().collect(),
             waiting: List::EMPTY,
             cached: List::EMPTY,
             index: PrefixIndex::default(),
+            chosen: Vec::new(),
             num_sealed: 0,
             peak: 0,
             evictions: 0,
-        }
+        })
     }
 
     /// Makes room for the keys of all pages.
-    pub(crate) fn open_index(&mut self) {
-        self.index.open(self.usable());
+    ///
+    /// # Errors
+    /// When the operating system has no room.
+    pub(crate) fn open_index(&mut self) -> device::Result<()> {
+        self.index.open(self.usable())
     }
 
     /// Pages that streams can have at all.
@@ -267,20 +291,28 @@ impl PagePool {
     /// Makes `count` more pages ready out of the cached ones that were not used for the longest, or
     /// none if there are not so many whose last step has completed.
     pub(crate) fn evict(&mut self, count: u32, completed: u64) -> bool {
-        // Released in order of epochs, so the last of them decides.
         let Some(last) = count.checked_sub(1) else { return true };
-        match self.cached.iter(&self.pages).nth(last as usize) {
-            Some(page) if self.pages[page as usize].epoch <= completed => {}
-            _ => return false,
+        let mut chosen = std::mem::take(&mut self.chosen);
+        chosen.clear();
+        chosen.extend(self.cached.iter(&self.pages).take(count as usize));
+        // Released in order of epochs, so the last of them decides.
+        let fits = chosen
+            .get(last as usize)
+            .is_some_and(|&page| self.pages[page as usize].epoch <= completed);
+        if fits {
+            for &page in &chosen {
+                self.index.warm(self.pages[page as usize].key);
+                prefetch(&self.owners[page as usize]);
+            }
+            self.cached.remove_first(&mut self.pages, &chosen);
+            for &page in &chosen {
+                self.index.remove(self.pages[page as usize].key, page);
+                self.free(page, completed);
+            }
+            self.evictions += u64::from(count);
         }
-        for _ in 0..count {
-            let page = self.cached.first;
-            self.cached.remove(&mut self.pages, page);
-            self.index.remove(self.pages[page as usize].key, page);
-            self.free(page, completed);
-        }
-        self.evictions += u64::from(count);
-        true
+        self.chosen = chosen;
+        fits
     }
 
     /// The key of an indexed page.
@@ -293,9 +325,23 @@ impl PagePool {
         self.index.find(key, |page| self.pages[page as usize].key)
     }
 
-    /// Brings what [`PagePool::find`] will read for these keys closer.
-    pub(crate) fn warm(&self, keys: impl Iterator<Item = Key>) {
-        self.index.warm(keys);
+    /// Asks for the slot of the index that this key belongs to.
+    #[inline]
+    pub(crate) fn warm(&self, key: Key) {
+        self.index.warm(key);
+    }
+
+    /// Asks for the records of the page that [`PagePool::find`] will probably find under this key.
+    #[inline]
+    pub(crate) fn warm_found(&self, key: Key) {
+        self.warm_page(self.index.hint(key));
+    }
+
+    /// Asks for the records of a page.
+    #[inline]
+    pub(crate) fn warm_page(&self, page: u32) {
+        prefetch(&self.owners[page as usize]);
+        prefetch(&self.pages[page as usize]);
     }
 
     /// Indexes and seals a page that has owners, unless another one has this key already.
@@ -354,7 +400,7 @@ mod tests {
 
     #[test]
     fn the_sink_is_never_taken() {
-        let mut pool = PagePool::new(4);
+        let mut pool = PagePool::new(4).unwrap();
         assert_eq!((pool.usable(), pool.ready(), pool.owners(SINK)), (3, 3, 1));
         let mut taken = Vec::new();
         assert!(pool.take(3, &mut taken));
@@ -364,7 +410,7 @@ mod tests {
 
     #[test]
     fn a_shortfall_takes_none() {
-        let mut pool = PagePool::new(4);
+        let mut pool = PagePool::new(4).unwrap();
         let mut taken = Vec::new();
         assert!(!pool.take(4, &mut taken));
         assert!(taken.is_empty());
@@ -373,7 +419,7 @@ mod tests {
 
     #[test]
     fn putting_back_in_reverse_restores_the_order() {
-        let mut pool = PagePool::new(6);
+        let mut pool = PagePool::new(6).unwrap();
         let mut taken = Vec::new();
         assert!(pool.take(4, &mut taken));
         pool.release(2, 0, 0);
@@ -387,7 +433,7 @@ mod tests {
 
     #[test]
     fn a_page_waits_for_its_last_step() {
-        let mut pool = PagePool::new(4);
+        let mut pool = PagePool::new(4).unwrap();
         let mut taken = Vec::new();
         assert!(pool.take(3, &mut taken));
         pool.release(1, 5, 4);
@@ -407,12 +453,12 @@ mod tests {
     #[test]
     #[should_panic(expected = "page 1 is given up by nobody's owner")]
     fn releasing_a_free_page_is_a_fault() {
-        PagePool::new(4).release(1, 0, 0);
+        PagePool::new(4).unwrap().release(1, 0, 0);
     }
 
     #[test]
     #[should_panic(expected = "page 0 is given up")]
     fn releasing_the_sink_is_a_fault() {
-        PagePool::new(4).release(SINK, 0, 0);
+        PagePool::new(4).unwrap().release(SINK, 0, 0);
     }
 }

@@ -141,7 +141,9 @@ impl State {
         loop {
             let first = lease.len() as u32;
             let batch = first..most.min(first + BATCH);
-            self.pool.warm(chain.keys(batch.start, batch.end));
+            // Each pass waits for memory once, for all of the batch together.
+            chain.keys(batch.start, batch.end).for_each(|key| self.pool.warm(key));
+            chain.keys(batch.start, batch.end).for_each(|key| self.pool.warm_found(key));
             let pages = chain.keys(batch.start, batch.end).map_while(|key| self.pool.find(key));
             lease.extend(pages);
             lease[first as usize..].iter().for_each(|&page| self.pool.retain(page));
@@ -253,13 +255,18 @@ impl State {
             return;
         }
         for (request, token) in outputs {
-            let Some((stream, chain)) = self.requests.main_and_chain(request) else { continue };
+            let Some(chain) = self.requests.chain_mut(request) else { continue };
             chain.output(token);
-            if chain.has_ended_page(stream.len) {
+            if chain.may_have_ended_page() && self.has_ended_page(request) {
                 self.ended.push(request);
             }
         }
         self.index_ended();
+    }
+
+    fn has_ended_page(&mut self, request: RequestId) -> bool {
+        let found = self.requests.main_and_chain(request);
+        found.is_some_and(|(stream, chain)| chain.has_ended_page(stream.len))
     }
 
     /// Indexes the pages that have become whole. Keys first, then one wait for the memory of all.
@@ -267,29 +274,26 @@ impl State {
         if self.ended.is_empty() {
             return;
         }
-        let completed = self.ended.len();
-        for at in 0..completed {
-            let Some((stream, chain)) = self.requests.main_and_chain(self.ended[at]) else {
-                continue;
-            };
+        let State { requests, pool, ended, links, .. } = self;
+        for &request in ended.iter() {
+            let Some((stream, chain)) = requests.main_and_chain(request) else { continue };
             let whole = chain.whole_pages(stream.len);
-            chain.extend_links(whole);
+            chain.extend_links_in(links, request, whole);
+            if let Some(&page) = stream.pages.get((whole as usize).wrapping_sub(1)) {
+                pool.warm_page(page);
+            }
         }
-        for at in 0..completed {
-            let Some((stream, chain)) = self.requests.main_and_chain(self.ended[at]) else {
-                continue;
-            };
-            self.pool.warm(chain.keys(chain.indexed, chain.whole_pages(stream.len)));
+        for ((request, page), link) in links.finish() {
+            if let Some((_, chain)) = requests.main_and_chain(request) {
+                pool.warm(chain.push_link(page, link));
+            }
         }
-        for at in 0..completed {
-            let Some((stream, chain)) = self.requests.main_and_chain(self.ended[at]) else {
-                continue;
-            };
+        for request in ended.drain(..) {
+            let Some((stream, chain)) = requests.main_and_chain(request) else { continue };
             let whole = chain.whole_pages(stream.len);
             // Where another page has a parent's key it may have been evicted since: then the stream's
             // own takes its place, so that the new page can be found.
             let mut first = chain.indexed.min(whole);
-            let pool = &mut self.pool;
             while first > 0 && !pool.is_indexed(stream.pages[first as usize - 1]) {
                 let parent = chain.keys(first - 1, first).next();
                 if parent.is_none_or(|key| pool.find(key).is_some()) {
@@ -304,7 +308,6 @@ impl State {
             }
             chain.indexed = whole;
         }
-        self.ended.clear();
     }
 
     /// Notes that a stream no longer holds its request's tokens from the first one on.

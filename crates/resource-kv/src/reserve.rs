@@ -1,12 +1,14 @@
 //! What a step needs, counted and then taken.
 
 use resource_api::{
-    AdmitOutcome, FailureReason, Fork, KvStepOptions, ResourceError, Result, Segment, Segments,
+    AdmitOutcome, FailureReason, Fork, KvStepOptions, LabelId, ResourceError, Result, Segments,
 };
 
 use crate::board::Board;
+use crate::pool::SINK;
+use crate::rows::Target;
 use crate::state::{Shared, State};
-use crate::step::{Copy, Entry, StepRecord, Target, is_real};
+use crate::step::{Copy, StepRecord, Taken, is_real};
 use crate::stream::{NO_SEAT, StreamId, droppable};
 
 /// What the first pass over a step finds: how many pages it takes, and the stream at which the free
@@ -43,7 +45,7 @@ impl From<ResourceError> for Refusal {
 
 impl State {
     /// Fills the record, then takes its pages. Until the pages are known to suffice, only empty
-    /// streams are opened.
+    /// streams are opened and plain rows are marked, which [`State::take_back`] undoes.
     pub(crate) fn reserve(
         &mut self,
         shared: &Shared,
@@ -59,9 +61,13 @@ impl State {
         for fork in pre.iter().filter(|f| is_real(f)) {
             self.add_copy(shared, fork, false, record, &mut need)?;
         }
-        record.entries.reserve(segments.len());
-        for segment in segments.iter() {
-            self.add_entry(shared, segment, record, &mut need)?;
+        record.rows.begin(segments);
+        // Options may copy streams or rewrite them: then no row is plain.
+        if options.is_none() {
+            self.add_plain_rows(shared, record, &mut need);
+        }
+        for row in record.rows.plain..segments.len() {
+            self.add_row(shared, row, record, &mut need)?;
         }
         for fork in post.iter().filter(|f| is_real(f)) {
             self.add_copy(shared, fork, true, record, &mut need)?;
@@ -85,9 +91,7 @@ impl State {
         match u32::try_from(pages) {
             Ok(pages) if pages <= cached => {
                 let evicted = self.pool.evict(pages, shared.completed_epoch());
-                if evicted {
-                    shared.count("prefix_evictions", pages.into());
-                }
+                self.untold_evictions += if evicted { pages.into() } else { 0 };
                 evicted
             }
             _ => false,
@@ -109,55 +113,84 @@ impl State {
         Refusal::Outcome(outcome.with_message(message))
     }
 
-    /// A row that goes on in the pages it has is all that most steps consist of.
-    #[inline]
-    fn add_entry(
-        &mut self,
-        shared: &Shared,
-        segment: Segment,
-        record: &mut StepRecord,
-        need: &mut Need,
-    ) -> Pass {
-        let id = StreamId { request: segment.request_id, label: segment.label };
-        let (seen, size) = (self.admissions, self.page_size());
-        if let Some(stream) = self.requests.get_mut(id).filter(|_| record.copies.is_empty()) {
-            let start = stream.next_len();
-            let total = u64::from(start) + u64::from(segment.span);
-            let fits = total <= u64::from(stream.held()) * u64::from(size)
-                && total <= u64::from(shared.facts.max_seq_len);
-            if fits && stream.seen != seen && stream.rewriters == 0 {
-                stream.seen = seen;
-                record.unseated |= stream.seat == NO_SEAT;
-                record.push(Entry { id, target: Target::Stream, start, span: segment.span });
-                return Ok(());
+    /// Adds rows that extend the `main` stream of a request, up to the first that does not: nearly
+    /// always all of them. Each stream is looked up once, and what a plan needs of it is noted.
+    fn add_plain_rows(&mut self, shared: &Shared, record: &mut StepRecord, need: &mut Need) {
+        let (seen, size, ready) = (self.admissions, shared.page_size, self.pool.ready());
+        let (most, usable) = (shared.facts.max_seq_len, self.pool.usable());
+        let rows = &mut record.rows;
+        let count = rows.len();
+        let (request, label, span) =
+            (&rows.request[..count], &rows.label[..count], &rows.span[..count]);
+        let (start, seat) = (&mut rows.start[..count], &mut rows.seat[..count]);
+        let (list, page) = (&mut rows.list[..count], &mut rows.page[..count]);
+        let mut unseated = false;
+        let mut plain = count;
+        for row in 0..count {
+            let id = StreamId { request: request[row], label: label[row] };
+            let stream = match self.requests.main_mut(id.request) {
+                Some(stream) if id.label == LabelId::MAIN && stream.rewriters == 0 => stream,
+                _ => {
+                    plain = row;
+                    break;
+                }
+            };
+            let first = stream.next_len();
+            let total = first.saturating_add(span[row]);
+            let short = u64::from(total) > size.tokens(stream.held());
+            if total > most || stream.seen == seen || (short && size.pages(total) > usable) {
+                plain = row;
+                break;
             }
+            if short {
+                let pages = size.pages(total) - stream.held();
+                need.add(pages, ready, id);
+                record.taken.push(Taken { row, id, pages });
+            }
+            stream.seen = seen;
+            stream.pending += span[row];
+            stream.in_flight += 1;
+            (start[row], seat[row], list[row]) = (first, stream.seat, stream.table);
+            page[row] = stream.pages.get(size.page(first) as usize).copied().unwrap_or(SINK);
+            unseated |= stream.seat == NO_SEAT;
         }
-        self.add_any_entry(shared, segment, record, need)
+        (rows.plain, rows.unseated) = (plain, unseated);
     }
 
-    fn add_any_entry(
+    /// Takes the marks of a refused step's plain rows back.
+    pub(crate) fn take_back(&mut self, record: &StepRecord) {
+        let rows = record.rows.request.iter().zip(&record.rows.span);
+        for (&request, &span) in rows.take(record.rows.plain) {
+            if let Some(stream) = self.requests.main_mut(request) {
+                stream.pending -= span;
+                stream.in_flight -= 1;
+            }
+        }
+    }
+
+    /// Adds a row of any kind.
+    fn add_row(
         &mut self,
         shared: &Shared,
-        segment: Segment,
+        row: usize,
         record: &mut StepRecord,
         need: &mut Need,
     ) -> Pass {
-        let Segment { request_id: request, label, span } = segment;
+        let (request, label, span) =
+            (record.rows.request[row], record.rows.label[row], record.rows.span[row]);
         let id = StreamId { request, label };
         let max = shared.facts.max_seq_len;
-        let mut entry = Entry { id, target: Target::Sink, start: 0, span };
         if request.is_padding() {
             if span > max {
                 let what = format!("a padding row of {span} tokens; `max_seq_len` is {max}");
                 return Err(ResourceError::invalid(what).into());
             }
-            record.push(entry);
+            record.rows.set(row, Target::Sink, 0);
             return Ok(());
         }
         if self.requests.get(id).is_none() {
             if span == 0 {
-                entry.target = Target::Nothing;
-                record.push(entry);
+                record.rows.set(row, Target::Nothing, 0);
                 return Ok(());
             }
             self.open(id, record)?;
@@ -172,23 +205,22 @@ impl State {
         if stream.rewriters > 0 {
             return Err(deferred(id));
         }
-        record.unseated |= stream.seat == NO_SEAT;
+        record.rows.note_seat(stream);
         let copy = match record.copies.is_empty() {
             true => None,
             false => record.copy_into(id),
         };
-        (entry.target, entry.start) = match copy {
+        let (target, start) = match copy {
             Some(at) => (Target::Fork(at as u32), record.copies[at].len),
             None => (Target::Stream, stream.next_len()),
         };
         let held = stream.held();
-        let total = entry.start.saturating_add(span);
+        let total = start.saturating_add(span);
         if span > 0 && total > max {
-            let what =
-                format!("{} and {span} more tokens are over `max_seq_len` = {max}", entry.start);
+            let what = format!("{start} and {span} more tokens are over `max_seq_len` = {max}");
             return Err(never(id, what));
         }
-        record.push(entry);
+        record.rows.set(row, target, start);
         if copy.is_none() && u64::from(total) <= u64::from(held) * u64::from(self.page_size()) {
             return Ok(());
         }
@@ -208,7 +240,7 @@ impl State {
             None => {
                 let fresh = pages - held;
                 need.add(fresh, ready, id);
-                record.taken.push((id, fresh));
+                record.taken.push(Taken { row, id, pages: fresh });
             }
         }
         Ok(())
@@ -320,13 +352,21 @@ impl State {
             self.mark(source, false, record);
             self.mark(target, true, record);
         }
-        for &(id, fresh) in &record.taken {
+        let mut board = shared.board.lens();
+        for &Taken { row, id, pages } in &record.taken {
             let stream = self.requests.get_mut(id).expect("found by the first pass");
-            let taken = self.pool.take(fresh, &mut stream.pages);
+            let taken = self.pool.take(pages, &mut stream.pages);
             assert!(taken, "the first pass counted the pages");
-            self.publish(shared, id);
+            let at = shared.page_size.page(record.rows.start[row]) as usize;
+            record.rows.page[row] = stream.pages.get(at).copied().unwrap_or(SINK);
+            match id.label {
+                LabelId::MAIN => board.set_held(id, stream.held()),
+                // It may have been opened just now.
+                _ => shared.board.set(id, stream.len, stream.held()),
+            }
         }
-        for entry in &record.entries {
+        for row in record.rows.plain..record.rows.len() {
+            let entry = record.rows.get(row);
             if entry.target != Target::Stream {
                 continue;
             }

@@ -16,7 +16,7 @@ use crate::geometry::{PageSize, lay_out, total_bytes};
 use crate::memory::KvMemory;
 use crate::prefix::Prefix;
 use crate::spec::{KvSpec, within};
-use crate::state::{Shared, State};
+use crate::state::{Shared, State, no_memory};
 
 /// A paged cache of keys and values.
 #[derive(Debug)]
@@ -71,7 +71,7 @@ impl Kv {
         let facts = lay_out(&shape, num_pages)?;
         let budget = Budget::take(&info.host, info.device, total_bytes(&facts))?;
         let memory = KvMemory::new(facts, info)?;
-        let state = State::new(&facts, info.limits.max_batch);
+        let state = State::new(&facts, info.limits.max_batch)?;
         let tokens = u64::from(num_pages - 1) * u64::from(facts.page_size);
         let message = format!(
             "{}: {num_pages} pages of {} tokens, {} MiB of {}",
@@ -159,8 +159,7 @@ impl Resource for Kv {
             if shared.prefix.set(prefix).is_err() {
                 return Err(ResourceError::wrong_state("the prefix cache is open already"));
             }
-            state.pool.open_index();
-            Ok(())
+            state.pool.open_index().map_err(no_memory)
         })?;
         let (key, host) = (&self.shared.key, &self.shared.host);
         let message = format!("{key}: prefixes are cached from {size} tokens on, by whole pages");
@@ -189,9 +188,12 @@ impl Resource for Kv {
         if self.shared.prefix.get().is_none() {
             return Ok(None);
         }
-        let found = self.with_state(|state, shared| state.resolve(shared, rid, walk));
+        let (found, evictions) = self.with_state(|state, shared| {
+            (state.resolve(shared, rid, walk), std::mem::take(&mut state.untold_evictions))
+        });
         self.shared.count("prefix_lookups", 1);
         self.shared.count("prefix_hit_tokens", found.unwrap_or(0).into());
+        self.shared.count("prefix_evictions", evictions);
         Ok(found)
     }
 
@@ -234,7 +236,11 @@ impl Resource for Kv {
     }
 
     fn remove_requests(&self, rids: &[RequestId]) -> Result<()> {
-        self.with_state(|state, shared| rids.iter().for_each(|&rid| state.remove(shared, rid)));
+        let evictions = self.with_state(|state, shared| {
+            rids.iter().for_each(|&rid| state.remove(shared, rid));
+            std::mem::take(&mut state.untold_evictions)
+        });
+        self.shared.count("prefix_evictions", evictions);
         Ok(())
     }
 

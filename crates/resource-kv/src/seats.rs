@@ -111,13 +111,20 @@ pub(crate) struct Tables<'a> {
 }
 
 impl Tables<'_> {
+    /// Whether the seat's row has the first `pages` pages of page list `list`.
+    #[inline]
+    pub(crate) fn has(&self, seat: u32, list: u64, pages: u32) -> bool {
+        let written = self.written[seat as usize];
+        written.table == list && written.pages >= pages
+    }
+
     /// Brings the seat's row up to date with the first `pages` pages of page list `list`.
     #[inline]
     pub(crate) fn write(&mut self, seat: u32, list: u64, pages: &[u32]) {
-        let written = &mut self.written[seat as usize];
-        if written.table == list && written.pages as usize >= pages.len() {
+        if self.has(seat, list, pages.len() as u32) {
             return;
         }
+        let written = &mut self.written[seat as usize];
         if written.table != list {
             *written = Written { table: list, pages: 0 };
         }

@@ -9,13 +9,13 @@ use resource_api::{
 };
 
 use crate::board::Board;
-use crate::chain::Chain;
+use crate::chain::{Chain, LinkBatch};
 use crate::geometry::PageSize;
 use crate::memory::KvMemory;
 use crate::pool::PagePool;
 use crate::prefix::Prefix;
 use crate::seats::Seats;
-use crate::step::{StepRecord, Target};
+use crate::step::StepRecord;
 use crate::stream::{MAX_REQUESTS, Requests, StreamId};
 
 /// What needs no lock.
@@ -40,7 +40,9 @@ impl Shared {
 
     /// Adds to one of the cache's counters.
     pub(crate) fn count(&self, name: &str, by: u64) {
-        self.host.count(&self.key, name, by);
+        if by > 0 {
+            self.host.count(&self.key, name, by);
+        }
     }
 
     /// Pages for this many tokens.
@@ -60,6 +62,12 @@ pub(crate) struct PrefixUse {
     pub(crate) hit_tokens: u64,
 }
 
+/// Records of pages for which there is no memory.
+pub(crate) fn no_memory(error: device::Error) -> ResourceError {
+    let message = format!("no memory for the records of the pages: {error}");
+    ResourceError::new(resource_api::ErrorKind::EXHAUSTED, message)
+}
+
 /// Streams, pages and steps in flight.
 #[derive(Debug)]
 pub(crate) struct State {
@@ -77,16 +85,22 @@ pub(crate) struct State {
     pub(crate) outgoing: Vec<u32>,
     /// Requests whose pages have become whole in the call that runs; kept for its memory.
     pub(crate) ended: Vec<RequestId>,
+    /// Their links, to be computed together.
+    pub(crate) links: LinkBatch,
     pub(crate) prefix_use: PrefixUse,
+    /// Evictions that the host's counter lacks: a step does not wait for the host's metrics.
+    pub(crate) untold_evictions: u64,
     page_size: u32,
     tables: u64,
 }
 
 impl State {
-    pub(crate) fn new(facts: &KvFacts, max_batch: u32) -> Self {
-        State {
+    /// # Errors
+    /// `EXHAUSTED` when the operating system has no room for the records of the pages.
+    pub(crate) fn new(facts: &KvFacts, max_batch: u32) -> Result<Self> {
+        Ok(State {
             requests: Requests::default(),
-            pool: PagePool::new(facts.num_pages),
+            pool: PagePool::new(facts.num_pages).map_err(no_memory)?,
             // No stream has more pages than the pool, however long the model would let it grow.
             seats: Seats::new(
                 facts.max_seq_len.div_ceil(facts.page_size).min(facts.num_pages),
@@ -98,10 +112,12 @@ impl State {
             admissions: 0,
             outgoing: Vec::new(),
             ended: Vec::new(),
+            links: LinkBatch::default(),
             prefix_use: PrefixUse::default(),
+            untold_evictions: 0,
             page_size: facts.page_size,
             tables: 0,
-        }
+        })
     }
 
     /// A new identity for a page list.
@@ -217,11 +233,7 @@ impl State {
     fn forget(&mut self, shared: &Shared, request: RequestId) {
         let mut steps = std::mem::take(&mut self.steps);
         for record in &mut steps {
-            let mut found = false;
-            for entry in record.entries.iter_mut().filter(|e| e.id.request == request) {
-                entry.target = if entry.span > 0 { Target::Sink } else { Target::Nothing };
-                found = true;
-            }
+            let mut found = record.rows.sink(request);
             for copy in record.copies.iter_mut().filter(|c| c.fork.request_id == request) {
                 let mut pages = std::mem::take(&mut copy.pages);
                 self.release(shared, &mut pages);
@@ -229,7 +241,7 @@ impl State {
                 found = true;
             }
             record.opened.retain(|id| id.request != request);
-            record.taken.retain(|(id, _)| id.request != request);
+            record.taken.retain(|t| t.id.request != request);
             record.marked.retain(|(id, _)| id.request != request);
             record.stale |= found;
         }

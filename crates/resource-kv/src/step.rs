@@ -2,31 +2,8 @@
 
 use resource_api::{Fork, KvStepOptions, LabelId, Plan, Retention, Segments, SlotLease, StepId};
 
+use crate::rows::{Entry, Rows, Target};
 use crate::stream::StreamId;
-
-/// What a row of a step reads and writes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Target {
-    /// The stream itself.
-    Stream,
-    /// The copy that this fork of the step makes before it.
-    Fork(u32),
-    /// The sink: padding, and requests that have gone since.
-    Sink,
-    /// No tokens: a stream that nobody opened, which this step does not extend.
-    Nothing,
-}
-
-/// A segment of the step.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Entry {
-    pub(crate) id: StreamId,
-    pub(crate) target: Target,
-    /// Length before the step.
-    pub(crate) start: u32,
-    /// Tokens that the step adds.
-    pub(crate) span: u32,
-}
 
 /// A copy that the step makes. It goes to pages of its own, which become the target's at commit: an
 /// abandoned step leaves the target's contents as they were.
@@ -58,6 +35,14 @@ impl Copy {
     }
 }
 
+/// Pages that a step took for the stream of one of its rows.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Taken {
+    pub(crate) row: usize,
+    pub(crate) id: StreamId,
+    pub(crate) pages: u32,
+}
+
 /// One step between `admit` and `commit`. Reused, so that steps allocate nothing.
 #[derive(Debug, Default)]
 pub(crate) struct StepRecord {
@@ -68,21 +53,15 @@ pub(crate) struct StepRecord {
     pub(crate) stale: bool,
     /// Whether the streams grow at commit.
     pub(crate) commit: bool,
-    pub(crate) entries: Vec<Entry>,
-    /// Tokens of all entries.
-    pub(crate) tokens: u32,
-    /// Whether all entries have the label of the first.
-    pub(crate) one_label: bool,
-    /// Whether a stream of it had no seat when it was admitted.
-    pub(crate) unseated: bool,
+    pub(crate) rows: Rows,
     /// In the order they are made.
     pub(crate) copies: Vec<Copy>,
     pub(crate) retention: Vec<Retention>,
     /// Streams that it opened, in order.
     pub(crate) opened: Vec<StreamId>,
-    /// Pages that it took for a stream, in order.
-    pub(crate) taken: Vec<(StreamId, u32)>,
-    /// Streams besides those of its entries that it marked as in flight, and whether it rewrites them.
+    /// Pages that it took for streams, in order.
+    pub(crate) taken: Vec<Taken>,
+    /// Streams besides those of its rows that it marked as in flight, and whether it rewrites them.
     pub(crate) marked: Vec<(StreamId, bool)>,
     /// Its plan, and the lease it was made for.
     pub(crate) plan: Option<(SlotLease, Plan)>,
@@ -98,8 +77,7 @@ impl StepRecord {
         self.staged = staged;
         self.stale = false;
         self.commit = options.is_none_or(|o| o.commit);
-        self.entries.clear();
-        (self.tokens, self.one_label, self.unseated) = (0, true, false);
+        self.rows.clear();
         self.copies.clear();
         self.retention.clear();
         self.opened.clear();
@@ -110,10 +88,6 @@ impl StepRecord {
 
     /// Whether the record was made for exactly this.
     pub(crate) fn is_for(&self, segments: Segments<'_>, options: Option<&KvStepOptions>) -> bool {
-        let same = |(entry, asked): (&Entry, resource_api::Segment)| {
-            (entry.id.request, entry.id.label, entry.span)
-                == (asked.request_id, asked.label, asked.span)
-        };
         let copies = |after| self.copies.iter().filter(move |c| c.after == after).map(|c| c.fork);
         let forks = |list: &[Fork], after| copies(after).eq(list.iter().copied().filter(is_real));
         let rest = match options {
@@ -125,31 +99,22 @@ impl StepRecord {
                     && self.retention[..] == o.retention[..]
             }
         };
-        rest && self.entries.len() == segments.len()
-            && self.entries.iter().zip(segments.iter()).all(same)
-    }
-
-    /// Adds an entry.
-    #[inline]
-    pub(crate) fn push(&mut self, entry: Entry) {
-        self.tokens = self.tokens.saturating_add(entry.span);
-        self.one_label &= self.entries.first().is_none_or(|e| e.id.label == entry.id.label);
-        self.entries.push(entry);
+        rest && self.rows.are(segments)
     }
 
     /// Whether it marked a stream as in flight.
     pub(crate) fn uses(&self, id: StreamId) -> bool {
-        let of_entry = |e: &Entry| e.target == Target::Stream && e.id == id;
-        self.entries.iter().any(of_entry) || self.marked.iter().any(|(marked, _)| *marked == id)
+        let of_row = |e: Entry| e.target == Target::Stream && e.id == id;
+        self.rows.iter().any(of_row) || self.marked.iter().any(|(marked, _)| *marked == id)
     }
 
     /// Whether it marked any stream as in flight.
     pub(crate) fn uses_any(&self) -> bool {
-        !self.marked.is_empty() || self.entries.iter().any(|e| e.target == Target::Stream)
+        !self.marked.is_empty() || self.rows.iter().any(|e| e.target == Target::Stream)
     }
 
-    /// Tokens that the entry makes pending on its stream.
-    pub(crate) fn pending(&self, entry: &Entry) -> u32 {
+    /// Tokens that the row makes pending on its stream.
+    pub(crate) fn pending(&self, entry: Entry) -> u32 {
         match entry.target {
             Target::Stream if self.commit => entry.span,
             _ => 0,
@@ -162,13 +127,13 @@ impl StepRecord {
     }
 
     /// What the step does to a stream.
-    pub(crate) fn entry_of(&self, id: StreamId) -> Option<&Entry> {
-        self.entries.iter().find(|e| e.id == id)
+    pub(crate) fn entry_of(&self, id: StreamId) -> Option<Entry> {
+        self.rows.iter().find(|e| e.id == id)
     }
 
     /// Whether the step adds tokens to the stream.
     pub(crate) fn extends(&self, id: StreamId) -> bool {
-        self.taken.iter().any(|(t, _)| *t == id)
+        self.taken.iter().any(|t| t.id == id)
             || self.entry_of(id).is_some_and(|e| e.span > 0 && e.target == Target::Stream)
     }
 }

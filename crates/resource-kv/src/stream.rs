@@ -39,7 +39,7 @@ pub(crate) struct Stream {
     /// Pages in stream order. May be more than the tokens need: reservations, and what a reset or a
     /// step without commit left.
     pub(crate) pages: Vec<u32>,
-    /// Counts changes of the contents.
+    /// Counts changes of the contents other than growth.
     pub(crate) generation: u64,
     /// Tokens released at the front over the stream's life.
     pub(crate) released: u64,
@@ -109,7 +109,7 @@ impl Requests {
         let slot = &mut self.slots[index];
         slot.generation = request.generation;
         slot.main.pages.reserve(pages);
-        self.chains[index] = chain;
+        self.chains[index] = chain.of(request);
     }
 
     /// Makes the slot vacant. Its streams have been emptied before.
@@ -134,6 +134,22 @@ impl Requests {
             LabelId::MAIN => Some(&slot.main),
             label => slot.others.iter().find(|(l, _)| *l == label).map(|(_, s)| s),
         }
+    }
+
+    /// The stream `main` of a live request.
+    #[inline]
+    pub(crate) fn main(&self, request: RequestId) -> Option<&Stream> {
+        let slot = self.slots.get(request.index())?;
+        let is_live = slot.generation == request.generation && slot.generation != 0;
+        is_live.then_some(&slot.main)
+    }
+
+    /// The stream `main` of a live request, to change.
+    #[inline]
+    pub(crate) fn main_mut(&mut self, request: RequestId) -> Option<&mut Stream> {
+        let slot = self.slots.get_mut(request.index())?;
+        let is_live = slot.generation == request.generation && slot.generation != 0;
+        is_live.then_some(&mut slot.main)
     }
 
     /// A stream that is open, to change.
@@ -170,6 +186,12 @@ impl Requests {
         let slot = self.slots.get_mut(request.index())?;
         let is_live = slot.generation == request.generation && slot.generation != 0;
         is_live.then(|| (&mut slot.main, &mut self.chains[request.index()]))
+    }
+
+    /// What is known of the tokens of a live request's `main`.
+    #[inline]
+    pub(crate) fn chain_mut(&mut self, request: RequestId) -> Option<&mut Chain> {
+        self.chains.get_mut(request.index()).filter(|chain| chain.is_of(request))
     }
 
     /// What is known of the tokens of all live requests.

@@ -1,14 +1,15 @@
 //! Giving back what a step has taken, without trace.
 
+use crate::rows::Target;
 use crate::state::{Shared, State};
-use crate::step::{StepRecord, Target};
+use crate::step::{StepRecord, Taken};
 use crate::stream::Stream;
 
 impl State {
     /// Takes the step's marks off its streams.
     pub(crate) fn unmark(&mut self, record: &StepRecord) {
         self.unmark_others(record);
-        for entry in &record.entries {
+        for entry in record.rows.iter() {
             if let (Target::Stream, Some(stream)) = (entry.target, self.requests.get_mut(entry.id))
             {
                 stream.pending -= record.pending(entry);
@@ -17,7 +18,7 @@ impl State {
         }
     }
 
-    /// Takes the step's marks off the streams that it has marked besides those of its entries.
+    /// Takes the step's marks off the streams that it has marked besides those of its rows.
     pub(crate) fn unmark_others(&mut self, record: &StepRecord) {
         for &(id, rewrites) in &record.marked {
             if let Some(stream) = self.requests.get_mut(id) {
@@ -40,7 +41,7 @@ impl State {
             true => state.pool.release(page, epoch, completed),
             false => state.pool.put_back(page),
         };
-        while let Some((id, fresh)) = record.taken.pop() {
+        while let Some(Taken { id, pages, .. }) = record.taken.pop() {
             let table = self.new_table();
             let Some(stream) = self.requests.get_mut(id) else { continue };
             if stream.in_flight > 0 && self.steps[at..].iter().any(|r| r.uses(id)) {
@@ -50,7 +51,7 @@ impl State {
             if planned {
                 stream.table = table;
             }
-            for _ in 0..fresh {
+            for _ in 0..pages {
                 let page = self.requests.get_mut(id).and_then(|s| s.pages.pop());
                 page.into_iter().for_each(|page| put_back(self, page));
             }

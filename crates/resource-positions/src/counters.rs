@@ -16,7 +16,41 @@ const LINK: usize = 4;
 /// forward never waits for the planning of the next; changes go through [`Counters::edit`].
 pub struct Counters {
     chunks: Box<[OnceLock<Box<[Request; CHUNK]>>]>,
-    writer: Mutex<()>,
+    writer: Mutex<Admitted>,
+}
+
+/// Where the rows of the step that was admitted last start, so that its plan looks nothing up again.
+#[derive(Default)]
+pub struct Admitted {
+    /// The step, and whether it is only staged. `None` once a counter has changed otherwise.
+    step: Option<(StepId, bool)>,
+    /// Request of each row.
+    requests: Vec<RequestId>,
+    /// First position of each row.
+    starts: Vec<u32>,
+}
+
+impl Admitted {
+    /// Forgets the last step, and gives the starts of `rows` rows to be written.
+    pub fn begin(&mut self, rows: usize) -> &mut [u32] {
+        self.step = None;
+        self.starts.resize(rows, 0);
+        &mut self.starts
+    }
+
+    /// The starts of these rows of a step have been written.
+    pub fn end(&mut self, step: StepId, staged: bool, requests: &[RequestId]) {
+        self.requests.clear();
+        self.requests.extend_from_slice(requests);
+        self.step = Some((step, staged));
+    }
+
+    /// Where these rows of a step start, if that was noted.
+    pub fn starts(&self, step: StepId, staged: bool, requests: &[RequestId]) -> Option<&[u32]> {
+        let known =
+            self.step == Some((step, staged)) && RequestId::all_equal(&self.requests, requests);
+        known.then_some(&self.starts)
+    }
 }
 
 /// Three cache lines, so that those of many requests do not compete for a few places of the cache.
@@ -88,7 +122,7 @@ impl Stream {
 impl Default for Counters {
     fn default() -> Self {
         let chunks = (0..CHUNKS).map(|_| OnceLock::new()).collect();
-        Self { chunks, writer: Mutex::new(()) }
+        Self { chunks, writer: Mutex::default() }
     }
 }
 
@@ -96,10 +130,12 @@ impl Counters {
     /// The request, if it is known.
     #[inline]
     pub fn live(&self, rid: RequestId) -> Option<Live<'_>> {
-        let chunk = self.chunks.get(rid.index() / CHUNK)?.get()?;
-        let request = &chunk[rid.index() % CHUNK];
-        let is_live = rid.generation != 0 && request.generation.load(Acquire) == rid.generation;
-        is_live.then_some(Live { rid, request })
+        self.finder().live(rid)
+    }
+
+    /// To look up the requests of a step.
+    pub fn finder(&self) -> Finder<'_> {
+        Finder { counters: self, first: 0, chunk: &[] }
     }
 
     /// The next position of a stream; 0 for one that nobody opened.
@@ -125,7 +161,29 @@ impl Counters {
 
     /// The right to change counters, for one call.
     pub fn edit(&self) -> Edit<'_> {
-        Edit { counters: self, _guard: self.writer.lock().unwrap_or_else(|e| e.into_inner()) }
+        let admitted = self.writer.lock().unwrap_or_else(|e| e.into_inner());
+        Edit { counters: self, admitted }
+    }
+}
+
+/// Looks requests up; remembers where the last one was, since the next one is beside it.
+pub struct Finder<'a> {
+    counters: &'a Counters,
+    first: usize,
+    chunk: &'a [Request],
+}
+
+impl<'a> Finder<'a> {
+    /// The request, if it is known.
+    #[inline]
+    pub fn live(&mut self, rid: RequestId) -> Option<Live<'a>> {
+        if rid.index().wrapping_sub(self.first) >= self.chunk.len() {
+            self.chunk = self.counters.chunks.get(rid.index() / CHUNK)?.get()?.as_slice();
+            self.first = rid.index() / CHUNK * CHUNK;
+        }
+        let request = self.chunk.get(rid.index().wrapping_sub(self.first))?;
+        let is_live = rid.generation != 0 && request.generation.load(Acquire) == rid.generation;
+        is_live.then_some(Live { rid, request })
     }
 }
 
@@ -149,18 +207,28 @@ impl<'a> Live<'a> {
         let wanted = key(self.rid, label);
         // Most requests have one stream.
         let first = &self.request.streams.here[0];
-        if first.key.load(Acquire) == wanted {
-            return Some(first);
+        match first.key.load(Acquire) == wanted {
+            true => Some(first),
+            false => self.find_further(wanted),
         }
+    }
+
+    #[cold]
+    fn find_further(self, wanted: u64) -> Option<&'a Stream> {
         self.request.streams.iter().find(|s| s.key.load(Acquire) == wanted)
     }
 
     /// The stream, taking a free place for it if there is none.
     #[inline]
     fn find_or_take(self, label: LabelId) -> &'a Stream {
-        if let Some(stream) = self.find(label) {
-            return stream;
+        match self.find(label) {
+            Some(stream) => stream,
+            None => self.take(label),
         }
+    }
+
+    #[cold]
+    fn take(self, label: LabelId) -> &'a Stream {
         let is_free = |s: &&Stream| (s.key.load(Acquire) >> 32) as u32 != self.rid.generation;
         let mut link = &self.request.streams;
         let stream = loop {
@@ -180,12 +248,13 @@ impl<'a> Live<'a> {
 /// Changes to the counters. Unknown requests are left alone.
 pub struct Edit<'a> {
     counters: &'a Counters,
-    _guard: MutexGuard<'a, ()>,
+    /// What was noted of the step admitted last. Changes outside of steps forget it.
+    pub admitted: MutexGuard<'a, Admitted>,
 }
 
 impl Edit<'_> {
     /// Takes a request on, with an empty `main` stream. One that is live already stays as it is.
-    pub fn ingest(&self, rid: RequestId) -> Result<()> {
+    pub fn ingest(&mut self, rid: RequestId) -> Result<()> {
         let Some(chunk) = self.counters.chunks.get(rid.index() / CHUNK) else {
             return Err(ResourceError::invalid(format!(
                 "request {rid}: positions are kept for {MAX_REQUESTS} request slots"
@@ -208,7 +277,8 @@ impl Edit<'_> {
     }
 
     /// Forgets a request.
-    pub fn remove(&self, rid: RequestId) {
+    pub fn remove(&mut self, rid: RequestId) {
+        self.admitted.step = None;
         if let Some(live) = self.counters.live(rid) {
             live.request.generation.store(0, Release);
             live.request.streams.iter().for_each(|s| s.key.store(0, Release));
@@ -216,7 +286,7 @@ impl Edit<'_> {
     }
 
     /// Makes all streams of a request empty.
-    pub fn reset(&self, rid: RequestId) {
+    pub fn reset(&mut self, rid: RequestId) {
         if let Some(live) = self.counters.live(rid) {
             live.request.streams.iter().for_each(|s| s.key.store(0, Release));
             self.set(rid, LabelId::MAIN, 0);
@@ -224,32 +294,14 @@ impl Edit<'_> {
     }
 
     /// Sets a stream's next position, opening it.
-    pub fn set(&self, rid: RequestId, label: LabelId, next: u32) {
+    pub fn set(&mut self, rid: RequestId, label: LabelId, next: u32) {
+        self.admitted.step = None;
         if let Some(live) = self.counters.live(rid) {
             live.find_or_take(label).set(next);
         }
     }
 
-    /// Notes what `step` will add to a stream; `found` is what [`Live::find`] says.
-    #[inline]
-    pub fn admit(
-        &self,
-        live: Live<'_>,
-        found: Option<&Stream>,
-        label: LabelId,
-        step: StepId,
-        advance: u32,
-    ) {
-        // A step that adds nothing to a stream that nobody opened leaves no trace of it.
-        if advance == 0 && found.is_none() {
-            return;
-        }
-        let stream = found.unwrap_or_else(|| live.find_or_take(label));
-        stream.pending_step.store(step.0, Release);
-        stream.pending.store(advance, Release);
-    }
-
-    /// Takes back what [`Edit::admit`] noted for `step`.
+    /// Takes back what [`admit`] noted for `step`.
     pub fn roll_back(&self, rid: RequestId, label: LabelId, step: StepId) {
         let Some(stream) = self.counters.live(rid).and_then(|live| live.find(label)) else {
             return;
@@ -260,12 +312,12 @@ impl Edit<'_> {
         }
     }
 
-    /// Adds what `step` has added, once: a step that was committed or rolled back adds nothing more.
+    /// Adds what `step` has added to a stream of `live`, once: a step that was committed or rolled back
+    /// adds nothing more.
     #[inline]
-    pub fn commit(&self, rid: RequestId, label: LabelId, step: StepId, advance: u32) {
-        let Some(live) = self.counters.live(rid) else { return };
+    pub fn commit(&self, live: Live<'_>, label: LabelId, step: StepId, advance: u32) {
         if advance == 0 {
-            return self.roll_back(rid, label, step);
+            return self.roll_back(live.rid, label, step);
         }
         let stream = live.find_or_take(label);
         if stream.is_over(step) {
@@ -277,10 +329,23 @@ impl Edit<'_> {
 
     /// Copies a counter to another stream. A source that nobody opened leaves the target alone, as
     /// a cache does.
-    pub fn fork(&self, rid: RequestId, from: LabelId, to: LabelId) {
+    pub fn fork(&mut self, rid: RequestId, from: LabelId, to: LabelId) {
         let source = self.counters.live(rid).and_then(|live| live.find(from));
         if let Some(next) = source.filter(|s| s.open.load(Acquire)).map(Stream::next) {
             self.set(rid, to, next);
         }
     }
+}
+
+/// Notes what `step` will add to a stream; `found` is what [`Live::find`] says. The caller has the right
+/// to change counters.
+#[inline]
+pub fn admit(live: Live<'_>, found: Option<&Stream>, label: LabelId, step: StepId, advance: u32) {
+    // A step that adds nothing to a stream that nobody opened leaves no trace of it.
+    if advance == 0 && found.is_none() {
+        return;
+    }
+    let stream = found.unwrap_or_else(|| live.find_or_take(label));
+    stream.pending_step.store(step.0, Release);
+    stream.pending.store(advance, Release);
 }

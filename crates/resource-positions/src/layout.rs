@@ -1,8 +1,8 @@
 //! Giving every token of a step its position.
 
 use resource_api::{
-    KvGroup, KvPlan, LabelId, PositionGroup, PositionStepOptions, PositionsPlan, ResourceError,
-    ResourceStep, Result, Segment, StepContext,
+    KvGroup, KvPlan, LabelId, PositionGroup, PositionStepOptions, PositionsPlan, RequestId,
+    ResourceError, ResourceStep, Result, Segment, StepContext, StepId,
 };
 
 use crate::counters::{Counters, Stream};
@@ -111,26 +111,55 @@ pub fn plain_parts<'s>(
 
 /// The position of the first token of a segment. A staged step starts after what the step before it
 /// is still going to add.
-fn start(stream: Option<&Stream>, ctx: &StepContext<'_>) -> u32 {
+#[inline]
+pub fn start(stream: Option<&Stream>, step: StepId, staged: bool) -> u32 {
     let Some(stream) = stream else { return 0 };
-    match ctx.is_preplan() {
-        true => stream.next().saturating_add(stream.pending_besides(ctx.step())),
+    match staged {
+        true => stream.next().saturating_add(stream.pending_besides(step)),
         false => stream.next(),
     }
 }
 
-/// The largest position of a segment; `None` when it adds no token.
-pub fn last_position(
-    rules: Rules,
-    stream: Option<&Stream>,
-    ctx: &StepContext<'_>,
-    part: &Part<'_>,
-) -> Option<u32> {
+/// The largest position of a segment that starts at `start`; `None` when it adds no token.
+#[inline]
+pub fn last_position(rules: Rules, start: u32, part: &Part<'_>) -> Option<u32> {
     match part.ids {
         Some(ids) => ids.iter().copied().max(),
         None if part.segment.span == 0 => None,
-        None => Some(rules.last(start(stream, ctx), part.segment.span)),
+        None => Some(rules.last(start, part.segment.span)),
     }
+}
+
+/// Copies where the rows start from what admission noted, where that is all there is to a plan: one
+/// group, one token a row. Says whether it was.
+fn copy_starts(
+    plan: &mut PositionsPlan,
+    counters: &Counters,
+    step: &ResourceStep<'_>,
+    ctx: &StepContext<'_>,
+    kv: &KvPlan,
+) -> bool {
+    let ([group], segments) = (&kv.groups[..], step.segments()) else { return false };
+    let singles = segments.span.iter().fold(0, |any, span| any | (span ^ 1)) == 0;
+    if !singles
+        || !group.label.is_all(segments.label)
+        || !RequestId::all_equal(&kv.request, segments.request)
+        || kv.span[..] != *segments.span
+    {
+        return false;
+    }
+    let edit = counters.edit();
+    let starts = edit.admitted.starts(ctx.step(), ctx.is_preplan(), segments.request);
+    let Some(starts) = starts else { return false };
+    plan.groups.clear();
+    plan.groups.push(PositionGroup {
+        label: group.label,
+        first_token: 0,
+        num_tokens: group.num_tokens,
+    });
+    plan.pos_ids.resize(starts.len(), 0).copy_from_slice(starts);
+    plan.step = ctx.step();
+    true
 }
 
 /// Lays the step out in the row order of the cache's plan.
@@ -146,6 +175,9 @@ pub fn lay_out(
     kv: &KvPlan,
 ) -> Result<()> {
     let options = step.options::<PositionStepOptions>()?;
+    if options.is_none() && copy_starts(plan, counters, step, ctx, kv) {
+        return Ok(());
+    }
     let tokens: usize = kv.groups.iter().map(|g| g.num_tokens as usize).sum();
     plan.groups.clear();
     let ids = plan.pos_ids.resize(tokens, 0);
@@ -223,7 +255,7 @@ impl Rows<'_> {
                 Some(explicit) => ids.copy_from_slice(explicit),
                 None => {
                     let stream = counters.live(request_id).and_then(|live| live.find(label));
-                    rules.write(ids, start(stream, ctx));
+                    rules.write(ids, start(stream, ctx.step(), ctx.is_preplan()));
                 }
             }
             self.ids = rest;

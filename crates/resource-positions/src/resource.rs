@@ -10,9 +10,9 @@ use resource_api::{
     StepContext, TensorViewMut, WalkId,
 };
 
-use crate::counters::Counters;
+use crate::counters::{Counters, admit};
 use crate::cuda::Cuda;
-use crate::layout::{Part, Rules, last_position, lay_out, parts, plain_parts};
+use crate::layout::{Part, Rules, last_position, lay_out, parts, plain_parts, start};
 use crate::rotary::{RopeTable, frequencies};
 use crate::spec::{PositionsSpec, Scheme};
 
@@ -155,26 +155,34 @@ impl Positions {
     #[inline]
     fn admit_parts<'p>(
         &self,
+        requests: &[RequestId],
         parts: impl Iterator<Item = Part<'p>>,
         ctx: &StepContext<'_>,
     ) -> AdmitOutcome {
-        let edit = (!ctx.is_preplan()).then(|| self.counters.edit());
+        let (rules, step, staged) = (self.rules, ctx.step(), ctx.is_preplan());
+        let mut edit = self.counters.edit();
+        let mut starts = edit.admitted.begin(requests.len()).iter_mut();
+        let mut find = self.counters.finder();
         for part in parts {
             let (rid, label) = (part.segment.request_id, part.segment.label);
-            let live = self.counters.live(rid);
+            let live = find.live(rid);
             if live.is_none() && !rid.is_padding() {
                 return self.refuse(rid, label, "is not known here".into());
             }
             let stream = live.and_then(|live| live.find(label));
-            let last = last_position(self.rules, stream, ctx, &part);
-            if let Some(last) = last.filter(|&last| last >= self.rules.limit) {
-                let why = format!("reaches position {last}; the limit is {}", self.rules.limit);
+            let start = start(stream, step, staged);
+            if let Some(last) = last_position(rules, start, &part).filter(|&p| p >= rules.limit) {
+                let why = format!("reaches position {last}; the limit is {}", rules.limit);
                 return self.refuse(rid, label, why);
             }
-            if let (Some(edit), Some(live)) = (&edit, live) {
-                edit.admit(live, stream, label, ctx.step(), part.advance);
+            if let Some(to) = starts.next() {
+                *to = start;
+            }
+            if let (false, Some(live)) = (staged, live) {
+                admit(live, stream, label, step, part.advance);
             }
         }
+        edit.admitted.end(step, staged, requests);
         AdmitOutcome::OK
     }
 
@@ -243,7 +251,7 @@ impl Resource for Positions {
             let why = format!("brings state of {kind}/{version}, not of positions/1");
             return Ok(self.refuse(rid, LabelId::MAIN, why));
         }
-        let edit = self.counters.edit();
+        let mut edit = self.counters.edit();
         for (name, next, _) in published.entries() {
             let label = self.host.label_id(name);
             let next = u32::try_from(next).unwrap_or(u32::MAX);
@@ -287,8 +295,12 @@ impl Resource for Positions {
 
     fn admit(&self, step: &ResourceStep<'_>, ctx: &StepContext<'_>) -> Result<AdmitOutcome> {
         match step.options::<PositionStepOptions>()? {
-            None => Ok(self.admit_parts(plain_parts(self.rules, step), ctx)),
-            options => Ok(self.admit_parts(parts(self.rules, step, options)?, ctx)),
+            None => {
+                let parts = plain_parts(self.rules, step);
+                Ok(self.admit_parts(step.segments().request, parts, ctx))
+            }
+            // Its plan is more than where its rows start.
+            options => Ok(self.admit_parts(&[], parts(self.rules, step, options)?, ctx)),
         }
     }
 
@@ -312,9 +324,12 @@ impl Resource for Positions {
 
     fn commit(&self, step: &ResourceStep<'_>, ctx: &StepContext<'_>) -> Result<()> {
         let options = step.options::<PositionStepOptions>()?;
-        let edit = self.counters.edit();
+        let (id, mut edit) = (ctx.step(), self.counters.edit());
+        let mut find = self.counters.finder();
         let commit = |part: Part<'_>| {
-            edit.commit(part.segment.request_id, part.segment.label, ctx.step(), part.advance);
+            if let Some(live) = find.live(part.segment.request_id) {
+                edit.commit(live, part.segment.label, id, part.advance);
+            }
         };
         match options {
             None => plain_parts(self.rules, step).for_each(commit),
