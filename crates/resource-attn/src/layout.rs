@@ -93,7 +93,8 @@ impl<'a> Layout<'a> {
             let kv_row = kv_row.unwrap_or(NONE);
             let keys = if kv_row == NONE { 0 } else { keys };
             let row = Row { group: index, kv_row, first_token, tokens, position, keys };
-            self.changed |= *old != row;
+            // One that differs is enough: in decode it is the first, and the rest is not compared.
+            self.changed = self.changed || *old != row;
             *old = row;
             first_token += tokens;
             *end = first_token;
@@ -119,17 +120,18 @@ impl<'a> Layout<'a> {
             let mut group = plan.groups[g];
             group.first_block = first_block;
             if changed {
-                cut(plan, &group, shape);
+                group.num_partials = cut(plan, &group, shape);
                 group.num_blocks = plan.blocks.len() as u32 - first_block;
             } else {
                 let of_group = |b: &&Block| plan.rows[b.row as usize].group == g as u32;
                 let blocks = &plan.blocks[first_block as usize..];
                 group.num_blocks = blocks.iter().take_while(of_group).count() as u32;
+                let split = blocks[..group.num_blocks as usize].iter();
+                let split = split.filter(|b| b.first_partial != NONE);
+                let chunks =
+                    split.map(|b| chunks(&plan.rows[b.row as usize], b, plan.causal, shape));
+                group.num_partials = chunks.sum();
             }
-            let blocks = &plan.blocks[first_block as usize..][..group.num_blocks as usize];
-            let split = blocks.iter().filter(|b| b.first_partial != NONE);
-            let chunks = split.map(|b| chunks(&plan.rows[b.row as usize], b, plan.causal, shape));
-            group.num_partials = chunks.sum();
             first_block += group.num_blocks;
             plan.groups.as_mut_slice()[g] = group;
         }
@@ -148,8 +150,8 @@ fn chunks(row: &Row, block: &Block, causal: bool, shape: &Shape) -> u32 {
     }
 }
 
-/// Appends the blocks of `group`.
-fn cut(plan: &mut AttentionPlan, group: &Group, shape: &Shape) {
+/// Appends the blocks of `group`; says into how many chunks split ones are cut.
+fn cut(plan: &mut AttentionPlan, group: &Group, shape: &Shape) -> u32 {
     let rows = group.first_row as usize..(group.first_row + group.num_rows) as usize;
     let causal = plan.causal;
     let seen =
@@ -170,14 +172,17 @@ fn cut(plan: &mut AttentionPlan, group: &Group, shape: &Shape) {
         let first = plan.blocks.len();
         let none = Block { row: 0, token: 0, tokens: 1, first_partial: NONE };
         let blocks = &mut plan.blocks.resize(first + rows.len(), none)[first..];
-        for ((r, row), block) in rows.clone().zip(&plan.rows[rows]).zip(blocks) {
-            block.row = r as u32;
+        blocks.iter_mut().zip(rows.start as u32..).for_each(|(block, r)| block.row = r);
+        if share == u64::MAX {
+            return 0;
+        }
+        for (row, block) in plan.rows[rows].iter().zip(blocks) {
             if seen(row, 0) > share {
                 block.first_partial = partials;
                 partials += chunks(row, block, causal, shape);
             }
         }
-        return;
+        return partials;
     }
     for r in rows {
         let row = plan.rows[r];
@@ -195,6 +200,7 @@ fn cut(plan: &mut AttentionPlan, group: &Group, shape: &Shape) {
             token += tokens;
         }
     }
+    partials
 }
 
 #[cfg(test)]

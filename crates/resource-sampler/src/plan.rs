@@ -25,7 +25,7 @@ pub fn lay_out(
     let options = step.options::<SamplerStepOptions>()?;
     plan.apply_penalty = options.is_none_or(|o| o.apply_penalty);
     let rids = ctx.padded_request_ids();
-    let seats = rids.iter().map(|&rid| seat_of(rid) as usize + 1).max().unwrap_or(1);
+    let seats = rids.iter().map(|&rid| seat_of(rid)).max().unwrap_or(0) as usize + 1;
     if plan.version.len() < seats {
         grow(plan, seats);
     }
@@ -56,9 +56,12 @@ fn write_rows<'r>(
 ) -> Option<(usize, &'r Request)> {
     let SamplerPlan { seat, row, version, position, fresh_len, .. } = plan;
     let version: &[u64] = version;
-    let (rows, position) = (row.as_mut_slice(), position.as_mut_slice());
-    let (seats, fresh_len) = (&mut seat.as_mut_slice()[first..], fresh_len.as_mut_slice());
-    for ((row, &rid), seat) in (first..).zip(rids).zip(seats) {
+    // Columns of one length, so that a seat is checked once.
+    let seats = version.len();
+    let rows = &mut row.as_mut_slice()[..seats];
+    let position = &mut position.as_mut_slice()[..seats];
+    let fresh_len = &mut fresh_len.as_mut_slice()[..seats];
+    for ((row, &rid), seat) in (first..).zip(rids).zip(&mut seat.as_mut_slice()[first..]) {
         // A request that nobody knows is treated as padding: admission has refused it.
         let Some(request) = requests.get(rid) else {
             *seat = PADDING_SEAT;
