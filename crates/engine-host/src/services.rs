@@ -28,7 +28,8 @@ pub struct Services {
     compute: Option<(Arc<Compute>, Budget)>,
     cpu_features: String,
     completed_epoch: AtomicU64,
-    metrics: Mutex<BTreeMap<String, Metric>>,
+    /// By resource and name.
+    metrics: Mutex<BTreeMap<String, BTreeMap<String, Metric>>>,
     threads: Mutex<Vec<JoinHandle<()>>>,
 }
 
@@ -98,7 +99,11 @@ impl Services {
 
     /// All metrics, by `resource.name`.
     pub fn metrics(&self) -> BTreeMap<String, Metric> {
-        lock(&self.metrics).clone()
+        let metrics = lock(&self.metrics);
+        let all = metrics.iter().flat_map(|(resource, of)| {
+            of.iter().map(move |(name, &metric)| (format!("{resource}.{name}"), metric))
+        });
+        all.collect()
     }
 
     /// Waits for the threads that plugins spawned.
@@ -119,11 +124,16 @@ impl Services {
         }
     }
 
+    /// Allocates only for a metric that is new.
     fn update(&self, resource: &str, name: &str, f: impl FnOnce(Option<Metric>) -> Metric) {
         let mut metrics = lock(&self.metrics);
-        let key = format!("{resource}.{name}");
-        let new = f(metrics.get(&key).copied());
-        metrics.insert(key, new);
+        match metrics.get_mut(resource).and_then(|of| of.get_mut(name)) {
+            Some(metric) => *metric = f(Some(*metric)),
+            None => {
+                let of = metrics.entry(resource.to_owned()).or_default();
+                of.insert(name.to_owned(), f(None));
+            }
+        }
     }
 }
 
