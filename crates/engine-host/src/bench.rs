@@ -18,6 +18,7 @@
 //! | `step` | all of the above: `bench step` |
 //! | `prefix`, `load`, `abi` | cached prompts; from process start to ready; plugins beside linked kinds |
 //! | `ratchet`, `child` | steps whose instructions are counted; runs of other programs |
+//! | `processes` | the same in several fresh processes, and their spread |
 //! | `stats`, `machine` | percentiles; what was measured where |
 //! | `record`, `peers`, `plot`, `report` | results as tables and plots, beside other engines' |
 
@@ -30,10 +31,11 @@ mod ledger;
 pub mod load;
 mod machine;
 mod other;
-mod peers;
+pub mod peers;
 mod phases;
 mod plot;
 pub mod prefix;
+pub mod processes;
 pub mod ratchet;
 pub mod record;
 pub mod report;

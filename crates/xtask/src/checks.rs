@@ -18,6 +18,9 @@ pub fn run() -> Result<ExitCode> {
     kernels::check_if_possible()?;
     plugins::build(&plugins::BuildOptions::default())?;
     let model = model::fetch()?;
+    // In the profile of the plugins, so that little is built for it.
+    let counts = ["test", "--release", "--package", "engine-bench"];
+    run_step("instructions of a step", &mut cargo(counts))?;
 
     let mut tests = if has_nextest() {
         let mut doctests = cargo(["test", "--doc", "--workspace"]);

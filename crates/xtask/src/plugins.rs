@@ -6,7 +6,7 @@ use std::fs::{self, Permissions};
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
-use std::process::Stdio;
+use std::process::{Command, Stdio};
 
 use anyhow::{Context, Result, bail};
 use serde_json::Value;
@@ -121,8 +121,7 @@ impl Plugin {
         sources: Vec<String>,
         sources_sha256: String,
     ) -> Result<Installed> {
-        let content =
-            fs::read(built).with_context(|| format!("cannot read {}", built.display()))?;
+        let content = stripped(built)?;
         // The library first: a manifest must not name one that is not there.
         write_atomically(&directory.join(&self.library), &content, 0o755)?;
         let library_sha256 = hash::of_file(&directory.join(&self.library))?;
@@ -140,6 +139,28 @@ impl Plugin {
             sources_sha256,
         })
     }
+}
+
+/// The library without its debugging information and local symbols, which are nine tenths of it: the
+/// host reads and hashes the whole file each time it starts. What cargo built keeps them.
+fn stripped(built: &Path) -> Result<Vec<u8>> {
+    let target = tempfile::NamedTempFile::new().context("no temporary file")?;
+    let status = Command::new("strip")
+        .args(["--strip-unneeded", "-o"])
+        .args([target.path(), built])
+        .status();
+    let read = match status {
+        Ok(status) if status.success() => target.path(),
+        // It comes with the linker, so nearly always it is there; the plugin is as good without.
+        _ => {
+            eprintln!(
+                "    {}: installed with debugging information, `strip` failed",
+                built.display()
+            );
+            built
+        }
+    };
+    fs::read(read).with_context(|| format!("cannot read {}", built.display()))
 }
 
 #[derive(Default)]

@@ -37,6 +37,8 @@ pub struct Decode {
     pub outputs: Summary,
     /// `start`, `commit` and `outputs` together.
     pub total: Summary,
+    /// `publish_for_step` of every request.
+    pub publish: Summary,
     /// Allocations per step, where they can be counted.
     pub allocations: Option<f64>,
     /// Bytes of plans written per step, page tables left out.
@@ -89,6 +91,7 @@ pub fn measure(rig: &mut Rig, shape: &Shape, ends: Ends, wanted: usize) -> Resul
     let mut samples = Samples::new(wanted, block(shape, ends));
     let mut result = Decode { tokens: (u32::MAX, 0), ..Decode::default() };
     let compared = rig.ledger.compared;
+    let mut published = Vec::new();
     while samples.len() < wanted {
         let steps = shape.steps();
         let mut streams = rig.population(&ends.lens(shape), steps + 1)?;
@@ -100,6 +103,7 @@ pub fn measure(rig: &mut Rig, shape: &Shape, ends: Ends, wanted: usize) -> Resul
             let check = if at == 0 { Check::Compare } else { Check::Record };
             let len = streams[0].len;
             let times = rig.step(&mut streams, None, check)?;
+            published.extend(times.publish);
             let counts = n >= WARM.min(steps / 4) && at > REWARM && ends.counts(len);
             if counts {
                 samples.add(&times);
@@ -115,6 +119,7 @@ pub fn measure(rig: &mut Rig, shape: &Shape, ends: Ends, wanted: usize) -> Resul
         rig.end_all(&streams)?;
     }
     result.compared = rig.ledger.compared - compared;
+    result.publish = Summary::of(&mut published, 1.0);
     result.pages *= f64::from(shape.batch) / samples.counted.max(1) as f64;
     result.page_ends = match ends {
         Ends::None => 0.0,

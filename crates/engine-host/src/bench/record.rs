@@ -19,7 +19,7 @@ pub fn us(value: f64) -> String {
 /// Heads the lines of [`line()`] for decode steps.
 pub fn heading() -> String {
     format!(
-        "{:>5} {:>7} {:>7} {:>5} | {:>7} {:>7} {:>7} {:>7} | {:>7} {:>7} {:>7} {:>7} {:>7} | {:>6} {:>8}",
+        "{:>5} {:>7} {:>7} {:>5} | {:>7} {:>7} {:>7} {:>7} | {:>7} {:>7} {:>7} {:>7} {:>7} | {:>7} {:>6} {:>8}",
         "B",
         "L",
         "pool",
@@ -33,9 +33,21 @@ pub fn heading() -> String {
         "p90",
         "p99",
         "max",
+        "publish",
         "allocs",
         "bytes"
     )
+}
+
+/// Of several processes, the one that was disturbed least tells what the code does.
+fn least_max(record: &Value) -> String {
+    let each = record.get("each_max").and_then(Value::as_array).into_iter().flatten();
+    let least = each.filter_map(Value::as_f64).fold(f64::INFINITY, f64::min);
+    if least.is_finite() {
+        format!("; in the quietest process {}", us(least))
+    } else {
+        String::new()
+    }
 }
 
 /// A result as a line, or several.
@@ -51,7 +63,7 @@ pub fn line(record: &Value) -> String {
         |figure: &str, percentile: &str| number(record, figure, percentile).map_or("-".into(), us);
     match record.get("what").and_then(Value::as_str) {
         Some("decode") => format!(
-            "{:>5} {:>7} {:>7} {:>5} | {:>7} {:>7} {:>7} {:>7} | {:>7} {:>7} {:>7} {:>7} {:>7} | {:>6} {:>8}",
+            "{:>5} {:>7} {:>7} {:>5} | {:>7} {:>7} {:>7} {:>7} | {:>7} {:>7} {:>7} {:>7} {:>7} | {:>7} {:>6} {:>8}",
             text("batch"),
             text("context"),
             text("pool"),
@@ -65,11 +77,12 @@ pub fn line(record: &Value) -> String {
             at("total", "p90"),
             at("total", "p99"),
             at("total", "max"),
+            at("publish", "median"),
             text("allocations_per_step"),
             text("plan_bytes_per_step"),
         ),
         Some("longest") => format!(
-            "longest of {} steps, B={} L={} pool={}: {} us (median {}, p99 {})",
+            "longest of {} steps, B={} L={} pool={}: {} us (median {}, p99 {}{})",
             text("steps"),
             text("batch"),
             text("context"),
@@ -77,6 +90,16 @@ pub fn line(record: &Value) -> String {
             at("total", "max"),
             at("total", "median"),
             at("total", "p99"),
+            least_max(record),
+        ),
+        Some("peer") => format!(
+            "{}, B={} L={}: {} (p10 {}, p90 {})",
+            text("peer"),
+            text("batch"),
+            text("context"),
+            at("total", "median"),
+            at("total", "p10"),
+            at("total", "p90"),
         ),
         Some("fit") => {
             let term = |key: &str, unit: &str| {

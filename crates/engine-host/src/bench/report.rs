@@ -6,8 +6,9 @@ use std::path::Path;
 
 use serde_json::Value;
 
-use super::peers::{PEERS, Peer, SHAPES};
+use super::peers::{PEERS, Peer, SHAPES, measured};
 use super::plot::{Series, chart};
+use super::processes::spread;
 use super::record::{number, us};
 use crate::error::{Error, ErrorKind, Result};
 
@@ -113,9 +114,12 @@ fn own(records: &[Value], shapes: &[(f64, u32, u32, &str)]) -> Vec<Series> {
     vec![line(0), line(1)]
 }
 
-fn peers(x: impl Fn(u32, u32) -> Option<f64>) -> impl Iterator<Item = Series> {
+fn peers(records: &[Value], x: impl Fn(u32, u32) -> Option<f64>) -> impl Iterator<Item = Series> {
     PEERS.iter().filter(|p| p.plotted).map(move |peer: &Peer| {
-        let point = |(&(batch, context), &us): (&(u32, u32), &f64)| Some((x(batch, context)?, us));
+        let point = |(&(batch, context), &us): (&(u32, u32), &f64)| {
+            let us = measured(records, peer, (batch, context)).unwrap_or(us);
+            Some((x(batch, context)?, us))
+        };
         let points = SHAPES.iter().zip(&peer.us).filter_map(point).collect();
         Series { name: peer.short.into(), points, own: false }
     })
@@ -128,13 +132,13 @@ fn plots(records: &[Value]) -> Vec<(&'static str, String)> {
         .map(|batch| (f64::from(batch), batch, 4096, "enough"))
         .collect();
     let mut batch = own(records, &over);
-    batch.extend(peers(|batch, context| (context == 4096).then_some(batch.into())));
+    batch.extend(peers(records, |batch, context| (context == 4096).then_some(batch.into())));
     let over: Vec<_> = distinct(records, "context")
         .into_iter()
         .map(|context| (f64::from(context), 256, context, "enough"))
         .collect();
     let mut context = own(records, &over);
-    context.extend(peers(|batch, context| (batch == 256).then_some(context.into())));
+    context.extend(peers(records, |batch, context| (batch == 256).then_some(context.into())));
     let pages = |pool: &str| match pool.strip_suffix('M') {
         Some(digits) => digits.parse::<f64>().map_or(1.0, |n| n * 1_048_576.0),
         None => 256.0 * 273.0,
@@ -166,13 +170,15 @@ fn section(records: &[Value]) -> String {
          per step beside the model: plugins through dlopen, no forward pass, page size 16. \
          `engine-host bench step --report docs` measured it on {}, revision {}, and regenerates this section; {}, \
          on CPU {} alone, with {} processes that wanted to run (medians of a machine that others use \
-         too: take them as upper bounds). Microseconds; a step is admit, plan, commit and outputs through the runner. Every \
-         {}st plan was compared, entry by entry, with a record kept apart from the resources.\n",
+         too: take them as upper bounds). Figures are medians over {} fresh processes. Microseconds; a \
+         step is admit, plan, commit and outputs through the runner. Every {}st plan was compared, entry \
+         by entry, with a record kept apart from the resources.\n",
         text(&machine, "date"),
         text(&machine, "revision"),
         text(&machine, "cpu"),
         text(&machine, "allowed_cpus"),
         int(&machine, "load"),
+        records.first().map_or(1, |r| int(r, "processes").max(1)),
         super::decode::PERIOD,
     );
     out.push_str(
@@ -181,13 +187,38 @@ fn section(records: &[Value]) -> String {
     );
     table_of_shapes(&mut out, records);
     table_of_methods(&mut out, records);
+    publishing(&mut out, records);
     other_steps(&mut out, records);
     table_of_peers(&mut out, records);
     out
 }
 
+/// What it costs to publish every request of a step, which no other phase contains.
+fn publishing(out: &mut String, records: &[Value]) {
+    let here = |r: &&Value| {
+        is(r, "decode")
+            && (int(r, "context"), text(r, "pool")) == (4096, "enough")
+            && of(r, "page_ends").and_then(Value::as_f64) == Some(0.0)
+    };
+    let each: Vec<String> = records
+        .iter()
+        .filter(here)
+        .filter_map(|r| {
+            Some(format!("{} at B = {}", us(number(r, "publish", "median")?), int(r, "batch")))
+        })
+        .collect();
+    if !each.is_empty() {
+        let _ = writeln!(
+            out,
+            "Publishing every request of a step, a phase of its own: {}.\n",
+            each.join(", ")
+        );
+    }
+}
+
 fn table_of_shapes(out: &mut String, records: &[Value]) {
-    out.push_str("Median without a page end / with B/16 of them (p99 of the latter):\n\n| B | L |");
+    out.push_str("Median without a page end / with B/16 of them (p99 of the latter; how far the processes' medians of \
+         the former lie apart):\n\n| B | L |");
     let pools = pools(records);
     for pool in &pools {
         let _ = match pool.as_str() {
@@ -208,9 +239,10 @@ fn table_of_shapes(out: &mut String, records: &[Value]) {
                         && of(r, "page_ends").and_then(Value::as_f64) > Some(0.0)
                 });
                 let p99 = p99.and_then(|r| number(r, "total", "p99")).unwrap_or(0.0);
+                let apart = apart(records, batch, context, pool);
                 let _ = match cell {
                     [Some(none), Some(ends)] => {
-                        write!(out, " {} / {} ({}) |", us(none), us(ends), us(p99))
+                        write!(out, " {} / {} ({}{apart}) |", us(none), us(ends), us(p99))
                     }
                     _ => write!(out, " - |"),
                 };
@@ -219,6 +251,16 @@ fn table_of_shapes(out: &mut String, records: &[Value]) {
         }
     }
     out.push('\n');
+}
+
+/// How far the medians of the processes lie apart at a shape without page ends.
+fn apart(records: &[Value], batch: u32, context: u32, pool: &str) -> String {
+    let found = records.iter().find(|r| {
+        is(r, "decode")
+            && (int(r, "batch"), int(r, "context")) == (batch, context)
+            && text(r, "pool") == pool
+    });
+    found.and_then(spread).map_or(String::new(), |share| format!("; {:.0}%", share * 100.0))
 }
 
 fn table_of_methods(out: &mut String, records: &[Value]) {
@@ -249,7 +291,7 @@ fn table_of_methods(out: &mut String, records: &[Value]) {
 
 fn other_steps(out: &mut String, records: &[Value]) {
     out.push_str("Other steps:\n\n");
-    for record in records.iter().filter(|r| !is(r, "decode")) {
+    for record in records.iter().filter(|r| !is(r, "decode") && !is(r, "peer")) {
         let line = super::record::line(record);
         line.lines().for_each(|line| {
             let _ = writeln!(out, "- {line}");
@@ -260,9 +302,9 @@ fn other_steps(out: &mut String, records: &[Value]) {
 
 fn table_of_peers(out: &mut String, records: &[Value]) {
     out.push_str(
-        "Others, decode step, medians in microseconds. Measured in November 2026 on two cores of a Sapphire \
-         Rapids server, not in the same run: only rows that cover the same four resources do the same \
-         work.\n\n| | covers |",
+        "Others, decode step, medians in microseconds; only rows that cover the same four resources do the \
+         same work. Those marked * ran in the same run on the same core; the rest was measured in November \
+         2026 on two cores of a Sapphire Rapids server.\n\n| | covers |",
     );
     for (batch, context) in SHAPES {
         let _ = write!(out, " B={batch} L={context} |");
@@ -278,9 +320,12 @@ fn table_of_peers(out: &mut String, records: &[Value]) {
     }
     for peer in PEERS {
         let _ = write!(out, "| {} | {} |", peer.name, peer.covers);
-        peer.us.iter().for_each(|&time| {
-            let _ = write!(out, " {} |", us(time));
-        });
+        for (&shape, &known) in SHAPES.iter().zip(&peer.us) {
+            let _ = match measured(records, &peer, shape) {
+                Some(here) => write!(out, " {}* |", us(here)),
+                None => write!(out, " {} |", us(known)),
+            };
+        }
         out.push('\n');
     }
 }

@@ -100,6 +100,9 @@ pub struct Times {
     pub commit: u64,
     /// `on_outputs` of all resources, and giving the slot back.
     pub outputs: u64,
+    /// `publish_for_step` of every request, in steps whose plans are compared: what it leaves in the
+    /// caches must not change the other phases.
+    pub publish: Option<u64>,
     /// Allocations from `start` to the end, where they can be counted.
     pub allocations: u64,
 }
@@ -435,12 +438,23 @@ impl Rig {
         let (done, committed) = self.runner.commit(live);
         let commit = Instant::now();
         let told = self.runner.outputs(&done, &self.rids, &self.ids);
+        let outputs = Instant::now();
+        times.allocations += self.count() - allocations;
+        if check == Check::Compare {
+            let start = Instant::now();
+            for &rid in &self.rids {
+                self.runner.publish_for_step(&done, rid)?;
+            }
+            times.publish = Some(self.nanos(start, Instant::now()));
+        }
+        let allocations = self.count();
+        let finish = Instant::now();
         self.spare = Some(self.runner.finish(done));
         let end = Instant::now();
         times.allocations += self.count() - allocations;
         committed.and(told)?;
         times.commit = self.nanos(start, commit);
-        times.outputs = self.nanos(commit, end);
+        times.outputs = self.nanos(commit, outputs) + self.nanos(finish, end);
         Ok(times)
     }
 

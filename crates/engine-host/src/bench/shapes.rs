@@ -96,6 +96,11 @@ impl FromStr for Shape {
 }
 
 impl Shape {
+    /// As it is read: `256x4096xenough`.
+    pub fn spelled(&self) -> String {
+        format!("{}x{}x{}", self.batch, self.context, self.pool)
+    }
+
     /// Steps of one population: it is begun anew after so many.
     pub fn steps(&self) -> u32 {
         ROUNDS[usize::from(self.context > SHORT)]
@@ -154,6 +159,7 @@ mod tests {
     fn shapes_are_read_as_they_are_written() {
         let shape: Shape = "256x4kx16M".parse().unwrap();
         assert_eq!(shape, Shape { batch: 256, context: 4096, pool: Pool::Pages(1 << 24) });
+        assert_eq!(shape.spelled().parse(), Ok(shape));
         assert_eq!("8x512".parse::<Shape>().unwrap().pool, Pool::Enough);
         assert_eq!("8x512x900".parse::<Shape>().unwrap().pool, Pool::Pages(900));
         for bad in ["", "8", "0x512", "8x0", "8x512xfew", "8x512x1Mx2", "8x9999k", "70000x512"] {

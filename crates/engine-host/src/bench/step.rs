@@ -7,6 +7,7 @@ use super::fit::{Fit, Point, fit};
 use super::kinds::Kinds;
 use super::other::{self, Figures};
 use super::phases::{self, Phases};
+use super::record::number;
 use super::rig::{Geometry, PAGE, Rig};
 use super::shapes::{BATCHES, CONTEXTS, Pool, Shape, footprint, free_memory, grid};
 use super::{machine, turn};
@@ -25,25 +26,27 @@ pub struct Options {
     pub methods: bool,
     /// Whether prefill, mixed, refused, churning and staged steps are measured, too.
     pub other: bool,
+    /// Fresh processes that all of it is measured in.
+    pub processes: usize,
 }
 
 impl Options {
     /// The whole protocol.
     pub fn full() -> Self {
         let shapes = grid(&BATCHES, &CONTEXTS, &Pool::ALL);
-        Self { shapes, steps: 2000, longest: 10_000, methods: true, other: true }
+        Self { shapes, steps: 2000, longest: 10_000, methods: true, other: true, processes: 5 }
     }
 
     /// A few minutes' worth less: to see that all is well.
     pub fn quick() -> Self {
         let shapes = grid(&[1, 32, 256], &[512, 4096], &[Pool::Enough]);
-        Self { shapes, steps: 200, longest: 1000, methods: true, other: true }
+        Self { shapes, steps: 200, longest: 1000, methods: true, other: true, processes: 1 }
     }
 
     /// These cells and nothing else.
     pub fn only(shapes: Vec<Shape>, quick: bool) -> Self {
         let steps = if quick { 200 } else { 2000 };
-        Self { shapes, steps, longest: 0, methods: true, other: false }
+        Self { shapes, steps, longest: 0, methods: true, other: false, processes: 1 }
     }
 }
 
@@ -52,7 +55,7 @@ const LONGEST: (u32, u32) = (256, 4096);
 /// Share of the free memory that resources may touch.
 const MEMORY_SHARE: f64 = 0.7;
 
-/// Measures, and hands every result out as soon as it is there: one JSON object each.
+/// Measures in this process, and hands every result out as soon as it is there: one JSON object each.
 ///
 /// # Errors
 /// What a resource says, or a plan that is not what it should be.
@@ -65,7 +68,7 @@ pub fn run(kinds: &Kinds, options: &Options, emit: &mut dyn FnMut(Value)) -> Res
         }
         emit(record);
     };
-    let (mut points, mut left_out) = (Vec::new(), Vec::new());
+    let mut left_out = Vec::new();
     for (pool, shapes) in by_pool(&options.shapes) {
         let mut shared = None;
         for shape in shapes {
@@ -97,12 +100,6 @@ pub fn run(kinds: &Kinds, options: &Options, emit: &mut dyn FnMut(Value)) -> Res
                     true => Some(phases::measure(rig, &shape, ends, options.steps / 4)?),
                     false => None,
                 };
-                points.push(Point {
-                    batch: shape.batch.into(),
-                    pages: measured.pages,
-                    page_ends: measured.page_ends,
-                    time: measured.total.median,
-                });
                 emit(decoded(&shape, &measured, methods.as_ref()));
             }
             if std::mem::take(&mut longest) {
@@ -113,20 +110,18 @@ pub fn run(kinds: &Kinds, options: &Options, emit: &mut dyn FnMut(Value)) -> Res
     if options.other {
         let steps = options.steps;
         type Measure = fn(&Kinds, usize) -> Result<Figures>;
-        let all: [Measure; 6] = [
+        let all: [Measure; 7] = [
             other::prefill,
             other::mixed,
             other::refusal,
             other::churn,
             other::staged,
             turn::measure,
+            turn::without_resources,
         ];
         for measure in all {
             emit(figures(&measure(kinds, steps)?));
         }
-    }
-    if let Some(fit) = fit(&points) {
-        emit(fitted(&fit));
     }
     if !left_out.is_empty() {
         emit(json!({ "what": "left out", "shapes": left_out }));
@@ -206,6 +201,7 @@ fn decoded(shape: &Shape, measured: &Decode, methods: Option<&Phases>) -> Value 
             "commit": measured.commit.to_json(),
             "outputs": measured.outputs.to_json(),
             "total": measured.total.to_json(),
+            "publish": measured.publish.to_json(),
         },
         "methods_us": methods.map(Phases::to_json),
         "allocations_per_step": measured.allocations,
@@ -219,6 +215,23 @@ fn figures((name, summaries, note): &Figures) -> Value {
     let summaries = summaries.iter().map(|(name, s)| ((*name).to_owned(), s.to_json()));
     let us: serde_json::Map<String, Value> = summaries.collect();
     json!({ "what": name, "us": us, "note": note })
+}
+
+/// The fit over the decode steps among the results, as one more of them.
+pub fn fit_of(records: &[Value]) -> Option<Value> {
+    let decode = records.iter().filter(|r| r.get("what").is_some_and(|what| what == "decode"));
+    let points: Vec<Point> = decode
+        .filter_map(|record| {
+            let of = |key: &str| record.get(key).and_then(Value::as_f64);
+            let time = number(record, "total", "median")?;
+            let (batch, pages) = (of("batch")?, of("pages")?);
+            Some(Point { batch, pages, page_ends: of("page_ends")?, time })
+        })
+        .collect();
+    let mut record = fitted(&fit(&points)?);
+    record["bench"] = json!("step");
+    record["machine"] = records.first().and_then(|r| r.get("machine")).cloned().unwrap_or_default();
+    Some(record)
 }
 
 fn fitted(fit: &Fit) -> Value {

@@ -20,7 +20,7 @@ use super::stats::{Summary, clock_cost};
 use crate::engine::{Engine, ModelFacts};
 use crate::error::{Error, ErrorKind, Result};
 use crate::request::{Event, GenerateRequest};
-use crate::resources::{BuildInfo, ResourceSet};
+use crate::resources::{BuildInfo, ResourceSet, Wanted};
 use crate::services::Services;
 
 /// Samples the same token everywhere.
@@ -59,13 +59,32 @@ impl Node for Idle {
     }
 }
 
+const BATCH: u32 = 256;
+const LEN: u32 = 512;
+
 /// Turns of an engine with 256 requests that decode from 512 tokens on.
 ///
 /// # Errors
 /// What a resource says.
 pub fn measure(kinds: &Kinds, count: usize) -> Result<Figures> {
-    const BATCH: u32 = 256;
-    const LEN: u32 = 512;
+    let (summary, note) = turns(kinds, count, wanted)?;
+    Ok(("engine turn B=256 L=512", vec![("turn", summary)], note))
+}
+
+/// The same without any resource: what is left is the engine's own scheduling and book-keeping.
+///
+/// # Errors
+/// None that are expected.
+pub fn without_resources(kinds: &Kinds, count: usize) -> Result<Figures> {
+    let (summary, note) = turns(kinds, count, |_| Vec::new())?;
+    Ok(("engine turn without resources B=256", vec![("turn", summary)], note))
+}
+
+fn turns(
+    kinds: &Kinds,
+    count: usize,
+    wanted: impl Fn(Geometry) -> Vec<Wanted>,
+) -> Result<(Summary, Value)> {
     let max_len = LEN + count as u32 + WARM + 2 * PAGE;
     let pages = BATCH * (max_len.div_ceil(PAGE) + 1) + 2;
     let geometry = Geometry { pages, max_batch: BATCH, max_len };
@@ -76,14 +95,19 @@ pub fn measure(kinds: &Kinds, count: usize) -> Result<Figures> {
         needs_remote_transfer: false,
         limits: limits(geometry),
     };
-    let set = ResourceSet::build(&kinds.registry, wanted(geometry), &info, services.clone())?;
+    let wanted = wanted(geometry);
+    let is_bare = wanted.is_empty();
+    let set = ResourceSet::build(&kinds.registry, wanted, &info, services.clone())?;
     let facts = ModelFacts { eos: Vec::new(), vocab: VOCABULARY as usize, identity: [0; 32] };
     let mut engine = Engine::new(Box::new(Idle), Arc::new(set), services, facts, limits(geometry))?;
+    // Nothing runs that a step could be planned beside.
+    engine.plan_ahead(false)?;
     for i in 0..BATCH {
         let prompt = Prompt { seed: u64::from(i) + 1, common: 0, shared: 0, len: LEN - i % PAGE };
         let sampling = json!({
             "temperature": TEMPERATURE, "top_k": TOP_K, "top_p": TOP_P, "seed": i,
         });
+        let sampling = if is_bare { json!({}) } else { sampling };
         let Value::Object(sampling) = sampling else { continue };
         engine.submit(GenerateRequest {
             prompt: prompt.tokens(),
@@ -111,8 +135,7 @@ pub fn measure(kinds: &Kinds, count: usize) -> Result<Figures> {
             allocations += kinds.allocations.map_or(0, |count| count()) - before;
         }
     }
-    let figures = vec![("turn", Summary::of(&mut samples, 1.0))];
     let per_turn = allocations as f64 / count as f64;
     let note = json!({ "slots": SLOTS, "allocations": kinds.allocations.map(|_| per_turn) });
-    Ok(("engine turn B=256 L=512", figures, note))
+    Ok((Summary::of(&mut samples, 1.0), note))
 }

@@ -8,8 +8,10 @@ use serde_json::Value;
 
 use super::ConfigArg;
 use super::bench_model::{self, ModelArgs};
-use crate::bench::{Kinds, Linked, Pool, Shape, abi, load, prefix, ratchet, record, report, step};
-use crate::error::{Error, Result};
+use crate::bench::{
+    Kinds, Linked, Pool, Shape, abi, load, peers, prefix, processes, ratchet, record, report, step,
+};
+use crate::error::{Error, ErrorKind, Result};
 
 #[derive(Subcommand)]
 pub enum BenchCommand {
@@ -60,6 +62,12 @@ pub struct StepArgs {
     /// Only pools of these sizes: `enough`, `1M`, `16M`
     #[arg(long, value_name = "POOL", value_delimiter = ',')]
     pools: Vec<Pool>,
+    /// Fresh processes that all of it is measured in; 5 without --shapes and --quick, otherwise 1
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u8).range(1..))]
+    processes: Option<u8>,
+    /// Runs the programs of other engines in this directory, too (see scripts/peers)
+    #[arg(long, value_name = "DIRECTORY")]
+    peers: Option<PathBuf>,
     /// Writes DOCS/performance.md and the plots in DOCS/img anew
     #[arg(long, value_name = "DOCS", conflicts_with = "shapes")]
     report: Option<PathBuf>,
@@ -139,17 +147,67 @@ fn run_step(args: &StepArgs, linked: Option<Linked>) -> Result<()> {
     if !args.pools.is_empty() {
         options.shapes.retain(|shape| args.pools.contains(&shape.pool));
     }
-    let kinds = Kinds::load(&args.common.config.load()?, linked)?;
+    options.processes = args.processes.map_or(options.processes, usize::from);
     if !args.common.json {
         say!("{}", record::heading());
     }
-    let mut results = Vec::new();
-    step::run(&kinds, &options, &mut |result| {
-        args.common.print(&result);
-        results.push(result);
-    })?;
+    let peers = || args.peers.as_deref().map_or(Ok(Vec::new()), peers::run);
+    let mut results = match options.processes {
+        1 => {
+            let kinds = Kinds::load(&args.common.config.load()?, linked)?;
+            let mut results = Vec::new();
+            step::run(&kinds, &options, &mut |result| {
+                args.common.print(&result);
+                results.push(result);
+            })?;
+            let peers = peers()?;
+            peers.iter().for_each(|result| args.common.print(result));
+            results.extend(peers);
+            results
+        }
+        count => {
+            let results = in_processes(args, count, peers)?;
+            results.iter().for_each(|result| args.common.print(result));
+            results
+        }
+    };
+    if let Some(fit) = step::fit_of(&results) {
+        args.common.print(&fit);
+        results.push(fit);
+    }
     match &args.report {
         Some(docs) => report::write(docs, &results),
         None => Ok(()),
     }
+}
+
+/// The same in fresh processes of this program.
+fn in_processes(
+    args: &StepArgs,
+    count: usize,
+    peers: impl FnOnce() -> Result<Vec<Value>>,
+) -> Result<Vec<Value>> {
+    let program = std::env::current_exe()
+        .map_err(|e| Error::new(ErrorKind::Internal, format!("no path of this program: {e}")))?;
+    let mut words: Vec<String> =
+        ["bench", "step", "--json", "--processes", "1"].map(Into::into).into();
+    if args.common.quick {
+        words.push("--quick".into());
+    }
+    if let Some(path) = args.common.config.path() {
+        words.extend(["--config".into(), path.display().to_string()]);
+    }
+    for (name, list) in [
+        ("--shapes", args.shapes.iter().map(Shape::spelled).collect::<Vec<_>>()),
+        ("--pools", args.pools.iter().map(ToString::to_string).collect()),
+    ] {
+        if !list.is_empty() {
+            words.extend([name.into(), list.join(",")]);
+        }
+    }
+    let words: Vec<&str> = words.iter().map(String::as_str).collect();
+    let mut results = processes::run(&program, &words, count, peers)?;
+    // Each process has fitted its own figures; the fit over all of them follows.
+    results.retain(|result| result.get("what").is_none_or(|what| what != "fit"));
+    Ok(results)
 }
