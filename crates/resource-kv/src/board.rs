@@ -11,10 +11,10 @@ use crate::stream::StreamId;
 pub(crate) const MAX_LABELS: usize = 256;
 
 /// Requests of the first chunk of a column; every further one is as large as all before it.
-const FIRST_CHUNK: usize = 256;
+const FIRST_CHUNK: usize = 1024;
 
 /// Chunks of a column: enough for every request slot.
-const CHUNKS: usize = 13;
+const CHUNKS: usize = 11;
 
 /// A stream's published state: each half carries the request's generation.
 #[derive(Debug, Default)]

@@ -1,6 +1,7 @@
 //! What is known of the tokens of a request's `main` stream, and the keys of their pages.
 
 use device::hash::keyed_hashes;
+use device::prefetch;
 use resource_api::{RequestId, RequestOverrides, Result};
 use serde::Deserialize;
 
@@ -175,7 +176,7 @@ impl Chain {
     /// Whether the page after those indexed may have become whole by the last token that was named.
     #[inline]
     pub(crate) fn may_have_ended_page(&self) -> bool {
-        self.behind && self.tokens.len() == ((self.indexed + 1) * self.page_size) as usize
+        self.behind && self.tokens.len() == self.next_end() as usize
     }
 
     /// The stream was cut to `len` tokens: what was only tried out is forgotten.
@@ -190,10 +191,26 @@ impl Chain {
         self.indexed = self.indexed.min(len / self.page_size);
     }
 
+    /// Tokens with which the page after those indexed is whole.
+    #[inline]
+    pub(crate) fn next_end(&self) -> u32 {
+        (self.indexed + 1) * self.page_size
+    }
+
+    /// Asks for the memory that the next link and the next page's tokens go to.
+    pub(crate) fn warm_next_link(&mut self) {
+        if let Some(place) = self.links.spare_capacity_mut().first() {
+            prefetch(place);
+        }
+        if let Some(place) = self.tokens.spare_capacity_mut().get(2) {
+            prefetch(place);
+        }
+    }
+
     /// Whether the page after those indexed is whole in a stream of `len` tokens and known.
     #[inline]
     pub(crate) fn has_ended_page(&self, len: u32) -> bool {
-        let end = (self.indexed + 1) * self.page_size;
+        let end = self.next_end();
         self.holds && end <= len && end as usize <= self.tokens.len()
     }
 

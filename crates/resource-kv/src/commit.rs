@@ -102,16 +102,25 @@ impl State {
         mut note: impl FnMut(usize, &mut Chain),
     ) {
         let mut lens = shared.board.lens();
+        let State { requests, pool, ended, .. } = self;
         for (row, (&request, &span)) in rows.request.iter().zip(&rows.span).enumerate() {
-            let Some((stream, chain)) = self.requests.main_and_chain(request) else { continue };
+            let Some((stream, chain)) = requests.main_and_chain(request) else { continue };
             stream.in_flight -= 1;
             stream.pending -= span;
             stream.len += span;
             let len = stream.len;
             lens.set(StreamId { request, label: LabelId::MAIN }, len);
             note(row, chain);
-            if chain.has_ended_page(len) {
-                self.ended.push(request);
+            match chain.next_end() {
+                end if len >= end && chain.has_ended_page(len) => ended.push(request),
+                // The next token ends the page: what that will touch is asked for now.
+                end if len + 1 == end => {
+                    chain.warm_next_link();
+                    if let Some(&page) = stream.pages.get(chain.indexed as usize) {
+                        pool.warm_page(page);
+                    }
+                }
+                _ => {}
             }
         }
     }

@@ -159,8 +159,8 @@ fn write_plain(
         let write_page = plan.write_page.resize(tokens, SINK);
         let write_slot = plan.write_slot.resize(tokens, 0);
         let mut token = 0;
-        for row in 0..count {
-            token_start[row] = token as u32;
+        for (row, first) in token_start.iter_mut().enumerate() {
+            *first = token as u32;
             let (start, span) = (rows.start[row], rows.span[row]);
             let tokens = token..token + span as usize;
             let to = (&mut write_page[tokens.clone()], &mut write_slot[tokens]);

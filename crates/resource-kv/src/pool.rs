@@ -9,6 +9,9 @@ use crate::keys::Key;
 /// The page that padding rows write to and read from. Owned for ever.
 pub(crate) const SINK: u32 = 0;
 
+/// How far ahead of an eviction records are asked for: more pages than a step usually takes.
+const AHEAD: usize = 64;
+
 /// Ends a list.
 const END: u32 = u32::MAX;
 
@@ -115,6 +118,12 @@ pub(crate) struct PagePool {
     /// nobody owns a page without owning those before it, so a page stands before its ancestors and
     /// the first one is a leaf.
     cached: List,
+    /// Of a cached page, the one that was cached [`AHEAD`] pages after it, or an older one's: a hint
+    /// which records an eviction some steps later will want. Lists alone tell one page at a time.
+    ahead: Table<u32>,
+    /// The pages cached last, in a ring.
+    recent: [u32; AHEAD],
+    next_recent: usize,
     index: PrefixIndex,
     /// Pages that an eviction has chosen; kept for its memory.
     chosen: Vec<u32>,
@@ -138,6 +147,9 @@ impl PagePool {
             ready: (SINK + 1..num_pages).rev().collect(),
             waiting: List::EMPTY,
             cached: List::EMPTY,
+            ahead: Table::zeroed(num_pages as usize)?,
+            recent: [SINK; AHEAD],
+            next_recent: 0,
             index: PrefixIndex::default(),
             chosen: Vec::new(),
             num_sealed: 0,
@@ -258,9 +270,17 @@ impl PagePool {
         }
         self.pages[page as usize].epoch = epoch;
         match owners.has(Owners::INDEXED) {
-            true => self.cached.push(&mut self.pages, page),
+            true => self.cache(page),
             false => self.free(page, completed),
         }
+    }
+
+    /// Puts a page that nobody has and the index knows behind those that go first.
+    fn cache(&mut self, page: u32) {
+        self.cached.push(&mut self.pages, page);
+        let earlier = std::mem::replace(&mut self.recent[self.next_recent], page);
+        self.ahead[earlier as usize] = page;
+        self.next_recent = (self.next_recent + 1) % AHEAD;
     }
 
     /// Puts a page that nobody has and the index does not know where free pages are.
@@ -303,11 +323,13 @@ impl PagePool {
             for &page in &chosen {
                 self.index.warm(self.pages[page as usize].key);
                 prefetch(&self.owners[page as usize]);
+                prefetch(&self.ahead[page as usize]);
             }
             self.cached.remove_first(&mut self.pages, &chosen);
             for &page in &chosen {
                 self.index.remove(self.pages[page as usize].key, page);
                 self.free(page, completed);
+                prefetch(&self.pages[self.ahead[page as usize] as usize]);
             }
             self.evictions += u64::from(count);
         }

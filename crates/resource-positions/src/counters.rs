@@ -5,8 +5,10 @@ use std::sync::{Mutex, MutexGuard, OnceLock};
 
 use resource_api::{LabelId, RequestId, ResourceError, Result, StepId};
 
-const CHUNK: usize = 64;
-const CHUNKS: usize = 1024;
+/// Requests that a chunk has counters of: as many as a step has nearly always, so that it stays in one
+/// chunk whatever the order of its requests.
+const CHUNK: usize = 1024;
+const CHUNKS: usize = 64;
 /// Request slots that counters are kept for.
 const MAX_REQUESTS: usize = CHUNK * CHUNKS;
 /// Streams in one link of a request's chain.
@@ -15,7 +17,7 @@ const LINK: usize = 4;
 /// Counters of all live requests. Reading takes no lock, so that a capability call in one step's
 /// forward never waits for the planning of the next; changes go through [`Counters::edit`].
 pub struct Counters {
-    chunks: Box<[OnceLock<Box<[Request; CHUNK]>>]>,
+    chunks: Box<[OnceLock<Box<[Request]>>]>,
     writer: Mutex<Admitted>,
 }
 
@@ -178,7 +180,7 @@ impl<'a> Finder<'a> {
     #[inline]
     pub fn live(&mut self, rid: RequestId) -> Option<Live<'a>> {
         if rid.index().wrapping_sub(self.first) >= self.chunk.len() {
-            self.chunk = self.counters.chunks.get(rid.index() / CHUNK)?.get()?.as_slice();
+            self.chunk = self.counters.chunks.get(rid.index() / CHUNK)?.get()?;
             self.first = rid.index() / CHUNK * CHUNK;
         }
         let request = self.chunk.get(rid.index().wrapping_sub(self.first))?;
@@ -261,7 +263,7 @@ impl Edit<'_> {
             ))
             .with_amounts(u64::from(rid.slot) + 1, MAX_REQUESTS as u64));
         };
-        let chunk = chunk.get_or_init(|| Box::new(std::array::from_fn(|_| Request::default())));
+        let chunk = chunk.get_or_init(|| (0..CHUNK).map(|_| Request::default()).collect());
         let request = &chunk[rid.index() % CHUNK];
         let live = request.generation.load(Acquire);
         if rid.generation < live || rid.generation == 0 {
