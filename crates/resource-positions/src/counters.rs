@@ -5,8 +5,7 @@ use std::sync::{Mutex, MutexGuard, OnceLock};
 
 use resource_api::{LabelId, RequestId, ResourceError, Result, StepId};
 
-/// Requests that a chunk has counters of: as many as a step has nearly always, so that it stays in one
-/// chunk whatever the order of its requests.
+/// Requests that a chunk has counters of.
 const CHUNK: usize = 1024;
 const CHUNKS: usize = 64;
 /// Request slots that counters are kept for.
@@ -17,7 +16,7 @@ const LINK: usize = 4;
 /// Counters of all live requests. Reading takes no lock, so that a capability call in one step's
 /// forward never waits for the planning of the next; changes go through [`Counters::edit`].
 pub struct Counters {
-    chunks: Box<[OnceLock<Box<[Request]>>]>,
+    chunks: Box<[OnceLock<Box<[Request; CHUNK]>>]>,
     writer: Mutex<Admitted>,
 }
 
@@ -53,6 +52,12 @@ impl Admitted {
             self.step == Some((step, staged)) && RequestId::all_equal(&self.requests, requests);
         known.then_some(&self.starts)
     }
+}
+
+/// Made on the heap: it is larger than a stack should hold.
+fn new_chunk() -> Box<[Request; CHUNK]> {
+    let requests: Box<[Request]> = (0..CHUNK).map(|_| Request::default()).collect();
+    requests.try_into().unwrap_or_else(|_| unreachable!("as many as were collected"))
 }
 
 /// Three cache lines, so that those of many requests do not compete for a few places of the cache.
@@ -132,12 +137,10 @@ impl Counters {
     /// The request, if it is known.
     #[inline]
     pub fn live(&self, rid: RequestId) -> Option<Live<'_>> {
-        self.finder().live(rid)
-    }
-
-    /// To look up the requests of a step.
-    pub fn finder(&self) -> Finder<'_> {
-        Finder { counters: self, first: 0, chunk: &[] }
+        let chunk = self.chunks.get(rid.index() / CHUNK)?.get()?;
+        let request = &chunk[rid.index() % CHUNK];
+        let is_live = rid.generation != 0 && request.generation.load(Acquire) == rid.generation;
+        is_live.then_some(Live { rid, request })
     }
 
     /// The next position of a stream; 0 for one that nobody opened.
@@ -165,27 +168,6 @@ impl Counters {
     pub fn edit(&self) -> Edit<'_> {
         let admitted = self.writer.lock().unwrap_or_else(|e| e.into_inner());
         Edit { counters: self, admitted }
-    }
-}
-
-/// Looks requests up; remembers where the last one was, since the next one is beside it.
-pub struct Finder<'a> {
-    counters: &'a Counters,
-    first: usize,
-    chunk: &'a [Request],
-}
-
-impl<'a> Finder<'a> {
-    /// The request, if it is known.
-    #[inline]
-    pub fn live(&mut self, rid: RequestId) -> Option<Live<'a>> {
-        if rid.index().wrapping_sub(self.first) >= self.chunk.len() {
-            self.chunk = self.counters.chunks.get(rid.index() / CHUNK)?.get()?;
-            self.first = rid.index() / CHUNK * CHUNK;
-        }
-        let request = self.chunk.get(rid.index().wrapping_sub(self.first))?;
-        let is_live = rid.generation != 0 && request.generation.load(Acquire) == rid.generation;
-        is_live.then_some(Live { rid, request })
     }
 }
 
@@ -263,7 +245,7 @@ impl Edit<'_> {
             ))
             .with_amounts(u64::from(rid.slot) + 1, MAX_REQUESTS as u64));
         };
-        let chunk = chunk.get_or_init(|| (0..CHUNK).map(|_| Request::default()).collect());
+        let chunk = chunk.get_or_init(new_chunk);
         let request = &chunk[rid.index() % CHUNK];
         let live = request.generation.load(Acquire);
         if rid.generation < live || rid.generation == 0 {

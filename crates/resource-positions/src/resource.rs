@@ -162,10 +162,9 @@ impl Positions {
         let (rules, step, staged) = (self.rules, ctx.step(), ctx.is_preplan());
         let mut edit = self.counters.edit();
         let mut starts = edit.admitted.begin(requests.len()).iter_mut();
-        let mut find = self.counters.finder();
         for part in parts {
             let (rid, label) = (part.segment.request_id, part.segment.label);
-            let live = find.live(rid);
+            let live = self.counters.live(rid);
             if live.is_none() && !rid.is_padding() {
                 return self.refuse(rid, label, "is not known here".into());
             }
@@ -325,9 +324,8 @@ impl Resource for Positions {
     fn commit(&self, step: &ResourceStep<'_>, ctx: &StepContext<'_>) -> Result<()> {
         let options = step.options::<PositionStepOptions>()?;
         let (id, mut edit) = (ctx.step(), self.counters.edit());
-        let mut find = self.counters.finder();
         let commit = |part: Part<'_>| {
-            if let Some(live) = find.live(part.segment.request_id) {
+            if let Some(live) = self.counters.live(part.segment.request_id) {
                 edit.commit(live, part.segment.label, id, part.advance);
             }
         };
