@@ -14,7 +14,7 @@ use crate::error::Result;
 pub fn run(kinds: &Kinds, shape: &Shape, steps: u32) -> Result<()> {
     // The same requests and the same memory whatever the number of steps.
     const MOST: u32 = 4096;
-    let mut rig = Rig::build(kinds, shape.geometry(MOST))?;
+    let mut rig = Rig::untimed(kinds, shape.geometry(MOST))?;
     let mut streams = rig.population(&Ends::Sixteenth.lens(shape), MOST)?;
     for _ in 0..steps.min(MOST) {
         rig.step(&mut streams, None, Check::None)?;

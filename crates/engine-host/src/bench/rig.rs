@@ -162,6 +162,15 @@ impl Rig {
     /// # Errors
     /// What a kind's `build` says.
     pub fn build(kinds: &Kinds, geometry: Geometry) -> Result<Self> {
+        let clock = super::stats::clock_cost();
+        Ok(Self { clock, ..Self::untimed(kinds, geometry)? })
+    }
+
+    /// The same for steps that are not timed: it does the same work in every run, to the instruction.
+    ///
+    /// # Errors
+    /// As for [`Rig::build`].
+    pub fn untimed(kinds: &Kinds, geometry: Geometry) -> Result<Self> {
         let services = Services::new(1, 1 << 60);
         let info = BuildInfo {
             device: Device::CPU,
@@ -199,7 +208,7 @@ impl Rig {
             decode,
             geometry,
             ledger: Ledger::new(at, attention),
-            clock: super::stats::clock_cost(),
+            clock: 0,
             allocations: kinds.allocations,
             chunk: CHUNK,
             generation: 0,
