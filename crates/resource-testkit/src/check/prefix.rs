@@ -89,7 +89,6 @@ pub fn sequence(random: &mut Random, count: usize) -> Vec<PrefixOp> {
 #[derive(Clone, Debug, Default)]
 struct Request {
     generation: u32,
-    prompt: usize,
     /// The prompt, then what was generated.
     ids: Vec<u32>,
     /// How many of them the stream holds.
@@ -192,9 +191,8 @@ impl Play {
         let id = |at: usize| at as u32 + 100 * branches.get(at / BRANCH).copied().unwrap_or(0);
         let ids: Vec<u32> = (0..len).map(id).collect();
         self.generation += 1;
-        let (generation, prompt) = (self.generation, ids.len());
-        self.live
-            .insert(slot, Request { generation, prompt, ids: ids.clone(), ..Request::default() });
+        let generation = self.generation;
+        self.live.insert(slot, Request { generation, ids: ids.clone(), ..Request::default() });
         self.rig.ingest(self.rid(slot), &ids).map_err(fails("ingest_request"))
     }
 
@@ -211,11 +209,10 @@ impl Play {
             if first.is_some_and(|f| f != found && f > 0) {
                 return Err(format!("asked again, it has {found} tokens and not {first:?}"));
             }
-            if found as usize >= request.prompt {
-                return Err(format!(
-                    "it has {found} of a prompt of {}: no token is left to compute",
-                    request.prompt
-                ));
+            // After a reset, what was generated is known like the prompt.
+            if found as usize >= request.ids.len() {
+                let known = request.ids.len();
+                return Err(format!("it has {found} of {known} tokens: none is left to compute"));
             }
             if found > 0 && !self.computed.contains(&digest(&request.ids[..found as usize])) {
                 return Err(format!("it has {found} tokens that nobody has computed"));
