@@ -94,6 +94,9 @@ pub fn check_kind(subject: &Subject, options: &Options) -> Report {
         let done = check(subject, options.watch, options.seed);
         report.note(rule, done.map_err(|what| (what, Vec::new())));
     }
+    let (rule, check) = rules::LAST;
+    (options.watch)(&format!("rule: {rule}"));
+    report.note(rule, check(subject, options.watch).map_err(|what| (what, Vec::new())));
     report
 }
 

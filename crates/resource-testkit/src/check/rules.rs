@@ -40,6 +40,13 @@ pub const RULES: &[Rule] = &[
     ("all memory goes back when it is dropped", load::memory),
 ];
 
+/// The one whose order of calls is not the same each time. It comes last, so that what can be
+/// repeated is found first.
+pub const LAST: Rule = (
+    "requests come and go on one thread while steps of others run on another",
+    requests::overlapping,
+);
+
 type Outcome = Result<Verdict, String>;
 const HOLDS: Outcome = Ok(Verdict::Holds);
 

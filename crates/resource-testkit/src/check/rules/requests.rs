@@ -1,6 +1,8 @@
 //! Requests that come, move and go.
 
-use resource_api::{PublishedInfo, RequestId, Resource, ResourceHandle};
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use resource_api::{PublishedInfo, RequestId, RequestOverrides, Resource, ResourceHandle};
 
 use super::super::bench::{A, B, Bench, NODE, STRANGER, WALK, failed};
 use super::super::rig::{Subject, Watch};
@@ -235,4 +237,62 @@ pub(super) fn starts_over(subject: &Subject, watch: Watch) -> Outcome {
         bench.same(&first, "a life of two requests")?;
     }
     HOLDS
+}
+
+/// The host's main thread and its step thread, each at its own work.
+pub(super) fn overlapping(subject: &Subject, watch: Watch) -> Outcome {
+    let (mut crowded, mut alone) = (Bench::new(subject, watch)?, Bench::new(subject, watch)?);
+    let parts = 0..=crowded.rig.index();
+    let handles: Vec<ResourceHandle> = parts.map(|i| crowded.rig.part(i).clone()).collect();
+    let stop = AtomicBool::new(false);
+    let steps = |bench: &mut Bench| -> Result<(), String> {
+        for round in 0..60 {
+            bench.run(&[(A, 1), (B, round % 2)])?;
+            if round % 4 == 3 {
+                for rid in [A, B] {
+                    let reset = |r: &ResourceHandle| r.reset_request(rid, true);
+                    bench.rig.each("reset_request", reset).map_err(failed("reset_request"))?;
+                }
+            }
+        }
+        Ok(())
+    };
+    std::thread::scope(|threads| {
+        let others = threads.spawn(|| come_and_go(&handles, &stop));
+        let ran = steps(&mut crowded);
+        stop.store(true, Ordering::Release);
+        let others = others.join().unwrap_or_else(|_| Err("the check itself panicked".into()));
+        ran.and(others)
+    })?;
+    steps(&mut alone)?;
+    let (now, want) = (crowded.both()?, alone.both()?);
+    match now.iter().zip(&want).find(|(a, b)| a != b) {
+        None => HOLDS,
+        Some((is, was)) => Err(format!("beside others that come and go: {is}; alone: {was}")),
+    }
+}
+
+/// Lives of requests that never run, until told to stop.
+fn come_and_go(handles: &[ResourceHandle], stop: &AtomicBool) -> Result<(), String> {
+    let Some(own) = handles.last() else { return Ok(()) };
+    for generation in 1.. {
+        if generation > 20 && stop.load(Ordering::Acquire) {
+            break;
+        }
+        let rid = RequestId::new(20 + generation % 3, generation);
+        for handle in handles {
+            let overrides = RequestOverrides::new("", &[1, 2, 3], 2);
+            handle.ingest_request(rid, &overrides).map_err(failed("ingest_request"))?;
+        }
+        own.resolve_cached_prefix(rid, NODE, WALK).map_err(failed("resolve_cached_prefix"))?;
+        own.publish(rid).map_err(failed("publish"))?;
+        own.reclaimable(rid).map_err(failed("reclaimable"))?;
+        own.is_offloaded(rid).map_err(failed("is_offloaded"))?;
+        own.inspect();
+        own.reset_request(rid, true).map_err(failed("reset_request"))?;
+        for handle in handles.iter().rev() {
+            handle.remove_request(rid).map_err(failed("remove_request"))?;
+        }
+    }
+    Ok(())
 }
