@@ -56,6 +56,20 @@ fn refused(output: &Output) -> (Option<i32>, String) {
 }
 
 #[test]
+fn a_gpu_that_is_not_there_is_told_before_the_model_is_read() {
+    let host = Host::new();
+    // On a machine with a driver it is the device that is missing.
+    let text =
+        "[engine]\ndevice = \"cuda:250\"\nplugin_dirs = [\".\"]\n[model]\npath = \"none.gguf\"\n";
+    let config = host.file("gpu.toml", text);
+    let (code, line) = refused(&host.generate(&config, &["--prompt", "x"]));
+    assert_eq!(code, Some(1));
+    let why = ["libcuda.so.1", "CUDA device 250 is out of range"];
+    assert!(line.contains("gpu.toml: device = \"cuda:250\": "), "{line}");
+    assert!(why.iter().any(|why| line.contains(why)), "{line}");
+}
+
+#[test]
 fn a_model_that_is_not_there_or_broken_is_named() {
     let host = Host::new();
     let real = std::fs::read(model_path()).unwrap();
