@@ -243,6 +243,7 @@ impl Engine {
                     }
                 }
                 Err(FailedStep { error, step }) => {
+                    self.services.complete_epoch(self.runner.epoch());
                     let rids = step.request_ids.clone();
                     self.spare.push(*step);
                     self.fail_all(&rids, &error.to_string());
@@ -324,14 +325,17 @@ impl Engine {
         if let Err(e) = ran {
             self.drop_stage();
             let step = self.runner.abandon(live);
+            // Nothing more comes of it: what it held must not wait for another step to complete.
+            self.services.complete_epoch(self.runner.epoch());
             let rids = step.request_ids.clone();
             self.spare.push(step);
             return self.fail_all(&rids, &e.to_string());
         }
-        self.services.complete_epoch(self.runner.epoch());
         let decoded = live.step().graph_walk == self.decode;
         let tokens = self.turns.iter().map(|turn| turn.span as u64).sum();
         let (done, committed) = self.runner.commit(live);
+        // What commit copies is work of the step's epoch too.
+        self.services.complete_epoch(self.runner.epoch());
 
         self.sampled_rids.clear();
         self.sampled_ids.clear();
