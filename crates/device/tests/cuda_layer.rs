@@ -69,6 +69,19 @@ fn copies_arrive_in_order_and_accesses_wait_for_them() {
 
 #[test]
 #[ignore = "needs a GPU"]
+fn parts_of_a_row_that_would_wrap_around_are_refused() {
+    let (context, _) = device();
+    let mut buffer = DeviceBuffer::<f32>::zeroed(&context, 12).unwrap();
+    let [a, b] = buffer.parts_mut(1, 2, [[1, 3], [1, 1]]).unwrap();
+    assert_eq!((a.raw().shape(), b.raw().shape()), (&[2, 1, 3][..], &[2, 1, 1][..]));
+    assert_eq!(b.raw().byte_offset, 12);
+    assert!(buffer.parts_mut(2, 2, [[1, 3], [1, 1]]).is_err());
+    assert!(buffer.parts_mut(0, 1, [[1 << 63, 2]]).is_err());
+    assert!(buffer.parts_mut(0, 1, [[1, usize::MAX], [1, 1]]).is_err());
+}
+
+#[test]
+#[ignore = "needs a GPU"]
 fn more_than_the_device_has_is_an_error_that_says_so() {
     let (context, _) = device();
     let error = DeviceBuffer::<f32>::new(&context, 1 << 44).unwrap_err();
@@ -77,13 +90,12 @@ fn more_than_the_device_has_is_an_error_that_says_so() {
 
 #[test]
 #[ignore = "needs a GPU"]
-fn events_order_streams_and_keep_time() {
+fn events_order_streams() {
     let (context, first) = device();
     let second = Stream::new(&context).unwrap();
     let mut a = DeviceBuffer::<i32>::zeroed(&context, 1 << 26).unwrap();
     let mut seen = PinnedBuffer::<i32>::zeroed(&context, 1).unwrap();
-    let (start, end) = (Event::timed(&context).unwrap(), Event::timed(&context).unwrap());
-    start.record(&first).unwrap();
+    let end = Event::new(&context).unwrap();
     for byte in 1..=8 {
         first.fill_bytes(&mut a, byte).unwrap();
     }
@@ -92,7 +104,6 @@ fn events_order_streams_and_keep_time() {
     second.download(&a, (1 << 26) - 1, &mut seen, 0, 1).unwrap();
     assert_eq!(seen.as_slice().unwrap(), [0x0808_0808]);
     assert!(end.is_passed().unwrap());
-    assert!(end.millis_since(&start).unwrap() > 0.0);
 }
 
 #[test]
@@ -180,6 +191,10 @@ fn products_of_wrong_shapes_are_refused() {
     assert!(refused(&[8, 8], &[4, 8], &[4, 8]).contains("product: shape [4, 8], need [8, 4]"));
     assert!(refused(&[8], &[4, 8], &[4, 8]).contains("not two matrices"));
     assert!(out.view(&[65]).is_err());
+    let (shifted, w) = (x.view_at(8, &[1, 8]).unwrap(), x.view(&[1, 8]).unwrap());
+    let mut one = out.view_mut(&[1, 1]).unwrap();
+    let e = blas.matmul(&stream, &shifted, &w, &mut one, Into::Set).unwrap_err().to_string();
+    assert!(e.contains("multiples of 256"), "{e}");
     let host = [bf16::ZERO; 8];
     let host = resource_api::TensorView::from_slice(&host, &[1, 8]);
     let w = x.view(&[1, 8]).unwrap();

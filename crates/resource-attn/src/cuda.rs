@@ -3,9 +3,10 @@
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use abi_stable::StableAbi;
+use device::Budget;
 use device::cuda::{
-    AttentionRows, AttentionRule, AttentionShape, Budget, Columns, Context, LastRows,
-    PagedAttention, Stream, part_of,
+    AttentionRows, AttentionRule, AttentionShape, Columns, Context, LastRows, PagedAttention,
+    Stream, part_of,
 };
 use resource_api::{
     DType, Device, DeviceColumn, EngineResourceInfo, HostServicesHandle, KvPlan, ResourceError,

@@ -2,12 +2,13 @@
 
 use std::sync::{Arc, OnceLock};
 
+use device::Budget;
 use resource_api::host::level;
 use resource_api::{
-    AdmitOutcome, Capability, Device, EngineResourceInfo, Exclusive, HostServices,
-    HostServicesHandle, KvCacheHandle, KvFacts, KvPlan, LabelId, NodeId, NodeResourceSpec, Plan,
-    PlanSlots, PrefixInputs, PrefixWalk, RequestId, RequestOverrides, Resource, ResourceError,
-    ResourceKind, ResourceStep, Result, StepContext, StepId, TypedRef, WalkId,
+    AdmitOutcome, Capability, EngineResourceInfo, Exclusive, HostServices, KvCacheHandle, KvFacts,
+    KvPlan, LabelId, NodeId, NodeResourceSpec, Plan, PlanSlots, PrefixInputs, PrefixWalk,
+    RequestId, RequestOverrides, Resource, ResourceError, ResourceKind, ResourceStep, Result,
+    StepContext, StepId, TypedRef, WalkId,
 };
 
 use crate::board::Board;
@@ -29,27 +30,6 @@ pub struct Kv {
     /// The salt of the prefix cache, where the settings want one.
     prefix_salt: Option<String>,
     _budget: Budget,
-}
-
-/// A share of the engine's memory budget, given back when dropped.
-#[derive(Debug)]
-struct Budget {
-    host: HostServicesHandle,
-    device: Device,
-    bytes: u64,
-}
-
-impl Budget {
-    fn take(host: &HostServicesHandle, device: Device, bytes: u64) -> Result<Self> {
-        host.reserve_memory(device, bytes)?;
-        Ok(Budget { host: host.clone(), device, bytes })
-    }
-}
-
-impl Drop for Budget {
-    fn drop(&mut self) {
-        self.host.release_memory(self.device, self.bytes);
-    }
 }
 
 impl Kv {

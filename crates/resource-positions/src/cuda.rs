@@ -2,7 +2,8 @@
 
 use std::sync::{Arc, Mutex, PoisonError};
 
-use device::cuda::{Budget, Columns, Context, RopePhases, Stream, part_of};
+use device::Budget;
+use device::cuda::{Columns, Context, RopePhases, Stream, part_of};
 use device::ops::RopeLayout;
 use resource_api::{
     EngineResourceInfo, HostServicesHandle, PositionGroup, PositionsPlan, Result, StepContext,

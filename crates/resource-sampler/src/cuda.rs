@@ -2,7 +2,8 @@
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use device::cuda::{Budget, Context, DeviceBuffer, RowSampler, SampleRow, Stream, read_tensor};
+use device::Budget;
+use device::cuda::{Context, DeviceBuffer, RowSampler, SampleRow, Stream, read_tensor};
 use resource_api::{
     EngineResourceInfo, HostServicesHandle, ResourceError, Result, Sampled, StepContext,
     TensorView, TensorViewMut,

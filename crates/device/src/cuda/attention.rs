@@ -97,8 +97,17 @@ impl PagedAttention {
         }
         let limit = context.facts().shared_per_block;
         let geometry = shape.decode_geometry(limit);
+        let (need, rows) = (geometry.shared(shape.max_rows), shape.max_rows);
+        if need > limit {
+            let reason = format!(
+                "{rows} rows at once take {need} bytes of a multiprocessor's memory, {} has {limit}: \
+                 lower max_batch",
+                context.device()
+            );
+            return Err(Error::Tensor { what: "attention", reason });
+        }
         let kernel = load(&shape.decode(geometry), "attention_decode")?;
-        kernel.allow_shared(geometry.shared(shape.max_rows))?;
+        kernel.allow_shared(need)?;
         let prefill = load(&shape.prefill(), "attention_prefill")?;
         prefill.allow_shared(shape.prefill_shared())?;
 
@@ -120,6 +129,9 @@ impl PagedAttention {
     /// `out[t] = softmax(scale * q[t] kᵀ) v` over the stream of token t's row, later. `q` and `out` are
     /// `[tokens, heads, head_dim]`, whole tokens any stride apart; `k` and `v` are one layer of the
     /// cache, `[pages, slots, kv_heads, head_dim]`, with its strides. Tokens of no row are left alone.
+    ///
+    /// What the columns hold is not checked: seats of the table, pages of the cache, lengths that the
+    /// table has pages for (and of at most `max_len`), and tokens that `q` and `out` have.
     ///
     /// # Errors
     /// [`Error::Tensor`], [`Error::Length`] where tensors or columns do not fit the shape.
@@ -233,7 +245,8 @@ fn launch(kernel: &Kernel, stream: &Stream, grid: Grid, args: AttentionArgs) -> 
     // SAFETY: the kernels' only parameter is this struct. Queries, results and the cache are views of
     // this device with the strides and sizes passed on (checked by `run`), the columns are promised by
     // whoever made them to stay allocated, and the workspace is as large as the kernel states for this
-    // geometry. Page numbers are the cache's own.
+    // geometry. What the columns hold is a promise of theirs too (see the module): seats of the table,
+    // pages of the cache, streams no longer than the table's rows, tokens of `q` and `out`.
     unsafe { kernel.launch(stream, grid, &all) }
 }
 

@@ -18,6 +18,9 @@ use crate::error::{Error, Result};
 /// Bytes of workspace: what the library's best kernels for Hopper ask for.
 const WORKSPACE: usize = 32 << 20;
 
+/// What the library takes for granted of every matrix when it chooses a kernel.
+const ALIGNMENT: u64 = 256;
+
 /// Products of activations and weights on one stream at a time.
 #[derive(Debug)]
 pub struct Blas {
@@ -67,9 +70,9 @@ impl Blas {
     }
 
     /// `out = x Wᵀ` or `out += x Wᵀ`, later: `x` is `[rows, inputs]` bf16, `weight`
-    /// `[outputs, inputs]` bf16, `out` `[rows, outputs]` bf16 or f32. Sums are in f32. All products of
-    /// a handle must be given to streams that are ordered with each other, since they share its
-    /// workspace.
+    /// `[outputs, inputs]` bf16, `out` `[rows, outputs]` bf16 or f32, each beginning at a
+    /// multiple of 256 bytes, as buffers do. Sums are in f32. All products of a handle must be given to
+    /// streams that are ordered with each other, since they share its workspace.
     ///
     /// The first product of a shape asks the library for its best kernel (tens of microseconds).
     ///
@@ -102,6 +105,11 @@ impl Blas {
         let d = tensor::shaped("product", context, out.raw(), shape.out, &[rows, outputs])?;
         if rows == 0 || outputs == 0 {
             return Ok(());
+        }
+        if [a, b, d].iter().any(|address| !address.is_multiple_of(ALIGNMENT)) {
+            let reason =
+                format!("matrices at {a:#x}, {b:#x}, {d:#x}, need multiples of {ALIGNMENT}");
+            return Err(Error::Tensor { what: "product", reason });
         }
         if inputs == 0 || !Arc::ptr_eq(stream.context(), context) {
             let reason = "has no inputs, or its stream is of another device".to_owned();

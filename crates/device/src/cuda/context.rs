@@ -56,8 +56,7 @@ impl Context {
     /// The context of the device with this ordinal; the same one for every call.
     ///
     /// # Errors
-    /// [`Error::Library`] where there is no driver or an old one, [`Error::OutOfRange`] where there
-    /// is no such device.
+    /// [`Error::Library`] where there is no driver or an old one, or no such device.
     pub fn of(ordinal: i32) -> Result<Arc<Self>> {
         static CONTEXTS: Mutex<BTreeMap<i32, Arc<Context>>> = Mutex::new(BTreeMap::new());
         let mut contexts = CONTEXTS.lock().unwrap_or_else(PoisonError::into_inner);
@@ -87,11 +86,10 @@ impl Context {
         let driver = init()?;
         let count = device_count()?;
         if !(0..count).contains(&ordinal) {
-            return Err(Error::OutOfRange {
-                what: "CUDA device",
-                index: ordinal.max(0) as usize,
-                limit: count as usize,
-            });
+            return Err(Error::Library(format!(
+                "there is no CUDA device {ordinal}: the driver shows {count}, counted from 0 \
+                 ($CUDA_VISIBLE_DEVICES may hide some)"
+            )));
         }
         let (mut device, mut raw) = (0, MaybeUninit::uninit());
         // SAFETY: the driver is initialized; both pointers are to locals.
@@ -149,10 +147,10 @@ impl Context {
     }
 }
 
-/// Number of CUDA devices; 0 where there is a driver and no device.
+/// Number of CUDA devices.
 ///
 /// # Errors
-/// [`Error::Library`] where there is no driver, or an old one.
+/// [`Error::Library`] where there is no driver or an old one, or no device.
 pub fn devices() -> Result<u32> {
     init()?;
     Ok(device_count()? as u32)
@@ -161,12 +159,20 @@ pub fn devices() -> Result<u32> {
 /// Initializes the driver; answers its version.
 fn init() -> Result<i32> {
     Library::Driver.open()?;
-    let mut version = 0;
-    // SAFETY: the library is open, so that cudarc finds it; the pointer is to a local.
-    unsafe {
-        check("cuInit", sys::cuInit(0))?;
-        check("cuDriverGetVersion", sys::cuDriverGetVersion(&mut version))?;
+    // SAFETY: the library is open, so that cudarc finds it.
+    match unsafe { sys::cuInit(0) } {
+        sys::CUresult::CUDA_ERROR_NO_DEVICE => {
+            return Err(Error::Library(
+                "the NVIDIA driver shows no device: run a container with GPU access, look at \
+                 $CUDA_VISIBLE_DEVICES, or set device = \"cpu\""
+                    .to_owned(),
+            ));
+        }
+        code => check("cuInit", code)?,
     }
+    let mut version = 0;
+    // SAFETY: as above; the pointer is to a local.
+    check("cuDriverGetVersion", unsafe { sys::cuDriverGetVersion(&mut version) })?;
     if version < OLDEST_DRIVER {
         return Err(Error::Library(format!(
             "the NVIDIA driver speaks CUDA {}.{}, which is too old: install one for CUDA {} or \

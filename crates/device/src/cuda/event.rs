@@ -27,22 +27,11 @@ impl Event {
     /// # Errors
     /// [`Error::Cuda`](crate::Error::Cuda).
     pub fn new(context: &Arc<Context>) -> Result<Self> {
-        Self::with_flags(context, sys::CUevent_flags::CU_EVENT_DISABLE_TIMING)
-    }
-
-    /// An event that notes when it was passed, for [`Event::millis_since`].
-    ///
-    /// # Errors
-    /// [`Error::Cuda`](crate::Error::Cuda).
-    pub fn timed(context: &Arc<Context>) -> Result<Self> {
-        Self::with_flags(context, sys::CUevent_flags::CU_EVENT_DEFAULT)
-    }
-
-    fn with_flags(context: &Arc<Context>, flags: sys::CUevent_flags) -> Result<Self> {
         context.bind()?;
         let mut raw = std::ptr::null_mut();
+        let flags = sys::CUevent_flags::CU_EVENT_DISABLE_TIMING as u32;
         // SAFETY: a context is current; the pointer is to a local.
-        check("cuEventCreate", unsafe { sys::cuEventCreate(&mut raw, flags as u32) })?;
+        check("cuEventCreate", unsafe { sys::cuEventCreate(&mut raw, flags) })?;
         Ok(Self { context: context.clone(), raw })
     }
 
@@ -77,19 +66,6 @@ impl Event {
         self.context.bind()?;
         // SAFETY: the handle is alive.
         check("cuEventSynchronize", unsafe { sys::cuEventSynchronize(self.raw) })
-    }
-
-    /// Milliseconds from `start` to this event, with about half a microsecond of resolution; both
-    /// timed and passed.
-    ///
-    /// # Errors
-    /// [`Error::Cuda`](crate::Error::Cuda) where they are not.
-    pub fn millis_since(&self, start: &Event) -> Result<f32> {
-        self.context.bind()?;
-        let mut millis = 0.0;
-        // SAFETY: both handles are alive; the pointer is to a local.
-        let code = unsafe { sys::cuEventElapsedTime_v2(&mut millis, start.raw, self.raw) };
-        check("cuEventElapsedTime", code).map(|()| millis)
     }
 
     pub(super) fn raw(&self) -> sys::CUevent {

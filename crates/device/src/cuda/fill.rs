@@ -6,6 +6,7 @@ use super::memory::DeviceBuffer;
 use super::module::{Args, Grid, Module};
 use super::source::Instance;
 use super::stream::Stream;
+use super::tensor::refuse;
 use crate::error::Result;
 
 /// Fills a buffer with about normal values around 0, later; element `i` depends on (`seed`, `i`)
@@ -20,6 +21,10 @@ pub fn fill_random(
     seed: u64,
 ) -> Result<()> {
     let context = stream.context();
+    if !std::sync::Arc::ptr_eq(out.context(), context) {
+        let (lies, need) = (out.context().device(), context.device());
+        return refuse("buffer to fill", format!("lies on {lies}, need {need}"));
+    }
     let kernel = Module::load(context, &Instance::of("fill.cu"))?.kernel("fill_random")?;
     let most = context.facts().multiprocessors * 8;
     let mut grid = Grid::for_items(out.len(), 256);

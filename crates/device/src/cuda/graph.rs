@@ -10,7 +10,8 @@ use super::stream::Stream;
 use crate::error::Result;
 
 /// A recorded sequence of kernels and copies. A replay costs the host one call, whatever its length,
-/// and reads the addresses that the recording named: they must stay allocated.
+/// and uses the addresses that the recording named. Nothing here knows whose they are: whoever captures
+/// keeps every buffer that the recorded work uses, in whatever library, for as long as the graph.
 #[derive(Debug)]
 pub struct Graph {
     context: Arc<Context>,
@@ -39,9 +40,9 @@ impl Graph {
         check("cuStreamBeginCapture", code)?;
         let recording = Recording { stream, is_open: true };
         let worked = work();
-        let graph = recording.end();
+        // Dropped with `recording`, so that what was recorded before a failure goes with it.
         worked?;
-        let graph = graph?;
+        let graph = recording.end()?;
         let mut raw = std::ptr::null_mut();
         // SAFETY: the graph was just made; the pointer is to a local. The executable one does not
         // need it any more.
@@ -75,7 +76,7 @@ impl Drop for Graph {
     }
 }
 
-/// An open capture; a panic in the recorded work closes it too.
+/// An open capture; a failure or a panic in the recorded work closes it too.
 struct Recording<'a> {
     stream: &'a Stream,
     is_open: bool,

@@ -18,8 +18,7 @@ use crate::error::{Error, Result, check_len, product};
 /// An allocation on a device. Its contents are arbitrary until written.
 ///
 /// The borrow checker orders what is *put into* streams; what runs later is ordered by the streams.
-/// Dropping it waits for the whole device, so that nothing in flight loses its memory; in a step,
-/// hand it to a [`Quarantine`](super::Quarantine) instead.
+/// Dropping it waits for the whole device, so that nothing in flight loses its memory: not in a step.
 #[derive(Debug)]
 pub struct DeviceBuffer<T> {
     context: Arc<Context>,
@@ -181,8 +180,12 @@ impl<T: Element> DeviceBuffer<T> {
         rows: usize,
         parts: [[usize; 2]; N],
     ) -> Result<[TensorViewMut<'_>; N]> {
-        let width: usize = parts.iter().map(|[heads, dim]| heads * dim).sum();
-        let begin = product("a view of a device buffer", first, width)?;
+        let what = "a view of a device buffer";
+        let width = parts.iter().try_fold(0usize, |width, [heads, dim]| {
+            heads.checked_mul(*dim).and_then(|part| width.checked_add(part))
+        });
+        let width = width.ok_or(Error::TooLarge { what })?;
+        let begin = product(what, first, width)?;
         let whole = self.describe(begin, &[rows, width])?;
         let mut column = 0;
         Ok(parts.map(|[heads, dim]| {
@@ -316,9 +319,12 @@ impl<T> PinnedBuffer<T> {
 
     /// Marks the end of the copy.
     pub(super) fn end_use(&mut self, stream: &Stream) -> Result<()> {
-        // Set first: where recording fails, an access must not go ahead as if nothing were in flight.
         *self.is_in_use.get_mut() = true;
-        self.last_use.record(stream)
+        self.last_use.record(stream).inspect_err(|_| {
+            // The event still tells of an earlier copy, so that nothing but the end of the stream's work
+            // tells of this one. A device that cannot say that either does nothing any more.
+            let _ = stream.synchronize();
+        })
     }
 }
 

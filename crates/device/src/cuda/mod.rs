@@ -6,13 +6,22 @@
 //!
 //! What the borrow checker sees is the order in which work is *given* to streams. What runs later is
 //! ordered by the streams: two of them are ordered by an [`Event`], and device memory in use is kept
-//! alive by waiting where it is dropped, or by a [`Quarantine`]. No call of this module records events
-//! behind the caller's back, which would break a capture.
+//! alive by waiting where it is dropped. No call of this module records events behind the caller's back,
+//! which would break a capture.
+//!
+//! Every operation checks device, type, shape, strides and alignment of its tensors before anything is
+//! launched. Three things it cannot see, and whoever makes them answers for them:
+//! - what a device column *holds*. The cache and the table skip pages, slots and entries that there are
+//!   not, and sampling and embedding skip ids; attention trusts seats, lengths, first tokens and pages;
+//! - that a column, which is an address and a length, outlives its [`Columns`] or [`PageTable`];
+//! - that what a [`Graph`] uses is still allocated when it is replayed.
+//!
+//! A read of memory that is gone stops the device: its calls answer with errors from then on. A write
+//! to it can hit whatever lies there now.
 
 mod arch;
 mod attention;
 mod blas;
-mod budget;
 mod cache;
 mod check;
 mod columns;
@@ -27,7 +36,7 @@ mod library;
 mod memory;
 mod module;
 mod ops;
-mod quarantine;
+mod page_table;
 mod rope;
 mod sample;
 mod source;
@@ -37,7 +46,6 @@ mod tensor;
 pub use arch::Arch;
 pub use attention::{AttentionRows, AttentionRule, AttentionShape, PagedAttention};
 pub use blas::{Blas, Into};
-pub use budget::Budget;
 pub use cache::{KernelCache, SHIPPED_ENV};
 pub use columns::{Columns, part_of, read_column};
 pub use compile::{KernelUse, compile, compile_and_report, compiler_version};
@@ -45,13 +53,13 @@ pub use context::{Context, DeviceFacts, devices};
 pub use event::Event;
 pub use fill::fill_random;
 pub use graph::Graph;
-pub use kv::{KvPool, PageTable, Places};
+pub use kv::{KvPool, Places};
 pub use last_rows::LastRows;
 pub use library::{LIBRARY_PATH_ENV, Library};
 pub use memory::{DeviceBuffer, PinnedBuffer};
 pub use module::{Args, Grid, Kernel, Module};
 pub use ops::Ops;
-pub use quarantine::Quarantine;
+pub use page_table::PageTable;
 pub use rope::RopePhases;
 pub use sample::{RowSampler, SampleRow, SampledRow};
 pub use source::{Instance, named_instances};

@@ -33,7 +33,7 @@ impl Module {
     /// allowed under capture.
     ///
     /// # Errors
-    /// As for [`KernelCache::cubin`]; [`Error::Cuda`] where the device refuses the code.
+    /// As for [`KernelCache::cubin`]; [`Error::Kernel`] where the device refuses the code.
     pub fn load(context: &Arc<Context>, instance: &Instance) -> Result<Arc<Self>> {
         type Loaded = HashMap<(i32, Instance), Arc<Module>>;
         static LOADED: Mutex<Option<Loaded>> = Mutex::new(None);
@@ -46,10 +46,14 @@ impl Module {
         let cubin = KernelCache::of_this_process().cubin(instance, context.arch())?;
         context.bind()?;
         let mut raw = std::ptr::null_mut();
-        // SAFETY: a context is current and the image is a whole cubin: compiled now, or checked
-        // against its checksum. The driver copies it.
-        check("cuModuleLoadData", unsafe {
-            sys::cuModuleLoadData(&mut raw, cubin.as_ptr().cast())
+        // SAFETY: a context is current and the image is a whole cubin: compiled now, or read from a file
+        // that is ours, as long as its header says, and checked against its checksum. The driver copies it.
+        let code = unsafe { sys::cuModuleLoadData(&mut raw, cubin.as_ptr().cast()) };
+        check("cuModuleLoadData", code).map_err(|e| {
+            Error::Kernel(format!(
+                "kernels/{instance} cannot be loaded onto {}: {e}",
+                context.device()
+            ))
         })?;
         let module = Arc::new(Self { context: context.clone(), raw, instance: instance.clone() });
         loaded.insert(key, module.clone());
@@ -108,27 +112,6 @@ impl Kernel {
         // SAFETY: the function is loaded.
         let code = unsafe { sys::cuFuncSetAttribute(self.raw, SHARED, bytes as i32) };
         check("cuFuncSetAttribute of shared memory", code)
-    }
-
-    /// How many blocks of `threads` with `shared` bytes of dynamic shared memory a multiprocessor
-    /// holds at once.
-    ///
-    /// # Errors
-    /// [`Error::Cuda`].
-    pub fn blocks_per_multiprocessor(&self, threads: u32, shared: usize) -> Result<u32> {
-        self.module.context.bind()?;
-        let mut blocks = 0;
-        // SAFETY: the function is loaded; the pointer is to a local.
-        let code = unsafe {
-            sys::cuOccupancyMaxActiveBlocksPerMultiprocessor(
-                &mut blocks,
-                self.raw,
-                threads as i32,
-                shared,
-            )
-        };
-        check("cuOccupancyMaxActiveBlocksPerMultiprocessor", code)?;
-        Ok(blocks.max(0) as u32)
     }
 
     /// The context that it runs in.

@@ -31,10 +31,31 @@ pub struct Ops {
 /// Threads of a block of the element-wise kernels.
 const THREADS: u32 = 256;
 
-/// Widest row that a norm takes: 2 times 8 elements in each of 1024 threads.
+/// 2 times 8 elements in each of 1024 threads.
 const WIDEST_NORM: usize = 2 * 8 * 1024;
 
 impl Ops {
+    /// Whether rows of such a width can be worked on: a multiple of 8. For whoever loads a model, who can
+    /// say so before anything runs.
+    ///
+    /// # Errors
+    /// [`Error::Tensor`], naming `what`.
+    pub fn check_width(what: &'static str, width: usize) -> Result<()> {
+        eighths(what, width).map(|_| ())
+    }
+
+    /// Whether rows of such a width can be normed: a multiple of 8 up to 16,384.
+    ///
+    /// # Errors
+    /// As for [`Ops::check_width`].
+    pub fn check_normed_width(what: &'static str, width: usize) -> Result<()> {
+        if width > WIDEST_NORM {
+            let reason = format!("width {width} exceeds {WIDEST_NORM}");
+            return Err(Error::Tensor { what, reason });
+        }
+        Self::check_width(what, width)
+    }
+
     /// Loads the kernels; not under capture.
     ///
     /// # Errors
@@ -163,6 +184,7 @@ impl Ops {
         }
         let at = Place { context: stream.context() };
         let address = tensor::strided(what, at.context, &raw, DType::BF16)?;
+        aligned(what, address)?;
         let weight = at.shaped("weight of a norm", weight.raw(), DType::F32, &[dim])?;
         let lanes = eighths(what, dim)?.next_power_of_two();
         let grid = Grid::for_items(tokens * heads * lanes, THREADS);
@@ -341,13 +363,27 @@ fn eighths(what: &'static str, width: usize) -> Result<usize> {
 /// Whole warps with 8 elements a thread, until there are 1024 threads.
 fn norm_threads(width: usize) -> Result<u32> {
     let what = "rows of a norm";
-    if width > WIDEST_NORM {
-        return Err(Error::Tensor { what, reason: format!("width {width} exceeds {WIDEST_NORM}") });
-    }
+    Ops::check_normed_width(what, width)?;
     Ok(eighths(what, width)?.next_multiple_of(32).clamp(32, 1024) as u32)
 }
 
 /// Instances that decoders use.
 pub(super) fn named_instances() -> Vec<Instance> {
     vec![Instance::of("norm.cu"), Instance::of("elementwise.cu")]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_norm_has_a_thread_for_8_or_16_elements_in_whole_warps() {
+        let threads = |width| norm_threads(width).unwrap();
+        assert_eq!([threads(8), threads(576), threads(4096)], [32, 96, 512]);
+        assert_eq!([threads(8192), threads(8200), threads(16_384)], [1024; 3]);
+        let refused =
+            |width| Ops::check_normed_width("hidden size", width).unwrap_err().to_string();
+        assert_eq!(refused(100), "hidden size: width 100 is not a multiple of 8");
+        assert_eq!(refused(16_392), "hidden size: width 16392 exceeds 16384");
+    }
 }

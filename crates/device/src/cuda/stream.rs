@@ -17,7 +17,7 @@ use resource_api::{Element, RawTensor, StepContext, TensorView, TensorViewMut};
 ///
 /// Work on different streams overlaps unless an [`Event`] orders it. What is put in here reads and
 /// writes device memory later: memory that it uses must not be freed before, which is why dropping a
-/// [`DeviceBuffer`] waits, and [`Quarantine`](super::Quarantine) exists.
+/// [`DeviceBuffer`] waits.
 #[derive(Debug)]
 pub struct Stream {
     context: Arc<Context>,
@@ -166,8 +166,8 @@ impl Stream {
         to.end_use(self)
     }
 
-    /// Copies `from` to `to[to_at..]`, later; `from` is read before this returns. Several microseconds
-    /// of host time even for a few bytes: per step, use [`Stream::upload`].
+    /// Copies `from` to `to[to_at..]`, after what was put in before, and waits for it: `from` may be pinned
+    /// memory, of which the driver makes no copy. For tests and tools; per step, use [`Stream::upload`].
     ///
     /// # Errors
     /// [`Error::OutOfRange`] where the target is not inside its buffer; [`Error::Cuda`] under capture,
@@ -187,12 +187,13 @@ impl Stream {
             return Ok(());
         }
         let target = to.address() + (to_at * size_of::<T>()) as u64;
-        // SAFETY: the target is inside its allocation (checked). Pageable memory is staged by the
-        // driver before the call returns, so that the source's lifetime does not matter.
+        // SAFETY: the target is inside its allocation (checked), and the copy is done before this
+        // returns, whatever kind of memory the source is.
         let code = unsafe {
             sys::cuMemcpyHtoDAsync_v2(target, from.as_ptr().cast(), size_of_val(from), self.raw)
         };
-        check("cuMemcpyHtoDAsync", code)
+        check("cuMemcpyHtoDAsync", code)?;
+        self.synchronize()
     }
 
     /// Copies a contiguous device tensor to another of the same type and number of elements, later.

@@ -3,7 +3,8 @@
 use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use device::cuda::{Budget, Columns, Context, KvPool, PageTable, Places, Stream, part_of};
+use device::Budget;
+use device::cuda::{Columns, Context, KvPool, PageTable, Places, Stream, part_of};
 use resource_api::{
     Device, EngineResourceInfo, HostServicesHandle, KvDevicePlan, KvFacts, KvGroup, KvLayer,
     KvPlan, ResourceError, Result, StepContext, TensorView, TensorViewMut,
@@ -176,7 +177,8 @@ impl Slot {
             changes.clear();
         }
         self.changes.clear();
-        for entry in changes.drain(..).flatten() {
+        // They stay noted until all are on their way: a table that missed some would name other pages.
+        for entry in changes.iter().cloned().flatten() {
             if self.changes.len() == 2 * CHANGES {
                 self.columns.upload(stream, &[&[], &[], &[], &[], &[], &self.changes, &[], &[]])?;
                 self.table.apply(stream, self.columns.column(CHANGED, 2 * CHANGES)?)?;
@@ -190,7 +192,9 @@ impl Slot {
             &[seat, start, span, len, token_start, &self.changes, write_page, write_slot],
         )?;
         let changed = self.columns.column(CHANGED, self.changes.len())?;
-        Ok(self.table.apply(stream, changed)?)
+        self.table.apply(stream, changed)?;
+        changes.clear();
+        Ok(())
     }
 
     /// Where the plan lies on the device.

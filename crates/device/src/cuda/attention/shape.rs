@@ -54,10 +54,19 @@ impl AttentionShape {
         if ![DType::BF16, DType::F32].contains(&self.activations) {
             return refuse(format!("activations in {}", self.activations.name()));
         }
-        match kv_type(self.cache) {
-            Some(_) => Ok(()),
-            None => refuse(format!("a cache of {}", self.cache.name())),
+        if kv_type(self.cache).is_none() {
+            return refuse(format!("a cache of {}", self.cache.name()));
         }
+        // A cache's strides are multiples of a head.
+        let head = self.head_dim as usize * self.cache.size();
+        if !head.is_multiple_of(16) {
+            let (dim, cache) = (self.head_dim, self.cache.name());
+            return refuse(format!(
+                "a head of {dim} {cache} is {head} bytes in the cache, not a multiple of 16: set a \
+                 wider type"
+            ));
+        }
+        Ok(())
     }
 
     /// Whether the kernels for tensor cores take it.
@@ -220,6 +229,9 @@ mod tests {
         assert!(refused(AttentionShape { head_dim: 130, ..LLAMA }).contains("130"));
         assert!(refused(AttentionShape { cache: DType::I8, ..LLAMA }).contains("i8"));
         assert!(refused(AttentionShape { activations: DType::F16, ..LLAMA }).contains("f16"));
+        let of_fp8 = refused(AttentionShape { head_dim: 72, cache: DType::F8E4M3, ..LLAMA });
+        assert!(of_fp8.contains("a head of 72 fp8 is 72 bytes"), "{of_fp8}");
+        assert!(refused(AttentionShape { head_dim: 100, ..LLAMA }).contains("200 bytes"));
         assert!(LLAMA.is_fast());
         for slow in [
             AttentionShape { head_dim: 96, ..LLAMA },

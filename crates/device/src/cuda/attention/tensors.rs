@@ -76,6 +76,9 @@ impl AttentionShape {
         }
         aligned(what, address[0] | address[1], 16)?;
         let page_size = u32::try_from(slots).map_err(|_| Error::TooLarge { what })?;
+        if page_size == 0 {
+            return refuse("pages have no slots".to_owned());
+        }
         Ok(Cache { k: address[0], v: address[1], page, slot, head, page_size })
     }
 }

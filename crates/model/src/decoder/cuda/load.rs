@@ -105,6 +105,7 @@ impl<'a> Loader<'a> {
         is_tied: bool,
     ) -> Result<CudaDecoder> {
         let c = config;
+        check(c).map_err(|e| Error::config(format!("on a CUDA device, {e}")))?;
         let embed = self.weight(&[(EMBED, c.vocab)], c.hidden)?;
         let layers = (0..c.layers).map(|n| self.layer(c, n)).collect::<Result<_>>()?;
         let norm = self.vector(&["norm.weight"], c.hidden)?;
@@ -273,6 +274,13 @@ fn shaped<'a>(weights: &'a Weights, name: &str, shape: &[usize]) -> Result<&'a T
         )));
     }
     Ok(tensor)
+}
+
+/// What the kernels take of a model's numbers, told before seconds are spent on its weights.
+fn check(c: &ModelConfig) -> device::Result<()> {
+    Ops::check_normed_width("the hidden size", c.hidden)?;
+    Ops::check_width("the feed-forward size", c.ffn)?;
+    Ops::check_width("the head dim", c.head_dim)
 }
 
 /// Decodes whole rows to the nearest bf16.

@@ -12,7 +12,7 @@ pub struct Budget {
 }
 
 impl Budget {
-    /// Reserves `bytes` of the device's memory.
+    /// Reserves `bytes` of the memory of a device or of the host.
     ///
     /// # Errors
     /// That of the host, where the budget has no such room.
