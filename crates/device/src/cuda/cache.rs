@@ -282,6 +282,17 @@ mod tests {
     }
 
     #[test]
+    fn what_the_compiler_makes_is_machine_code() {
+        for arch in Arch::RELEASED {
+            match compile::compile(&Instance::of("fill.cu"), arch) {
+                Ok(code) => assert!(is_cubin(&code), "{arch}"),
+                Err(Error::Library(why)) => return eprintln!("not checked: {why}"),
+                Err(e) => panic!("{e}"),
+            }
+        }
+    }
+
+    #[test]
     fn what_anybody_may_write_is_open_to_others() {
         use std::os::unix::fs::PermissionsExt;
         let folder = tempfile::tempdir().unwrap();
