@@ -35,21 +35,27 @@ impl AlignedBuffer {
 
     /// Where the bytes begin; on a page, so aligned for everything.
     pub(crate) fn as_mut_ptr(&mut self) -> *mut u8 {
-        self.map.as_mut().map_or(std::ptr::dangling_mut(), |m| m.as_mut_ptr())
+        self.map.as_mut().map_or(NOWHERE, |m| m.as_mut_ptr())
     }
 }
+
+/// Where no bytes begin: on a page too, since slices of larger elements are made of it.
+const NOWHERE: *mut u8 = std::ptr::without_provenance_mut(4096);
 
 impl Deref for AlignedBuffer {
     type Target = [u8];
 
     fn deref(&self) -> &[u8] {
-        self.map.as_deref().unwrap_or(&[])
+        // SAFETY: not null, and any address is good for no bytes.
+        self.map.as_deref().unwrap_or_else(|| unsafe { std::slice::from_raw_parts(NOWHERE, 0) })
     }
 }
 
 impl DerefMut for AlignedBuffer {
     fn deref_mut(&mut self) -> &mut [u8] {
-        self.map.as_deref_mut().unwrap_or(&mut [])
+        // SAFETY: as above.
+        let empty = || unsafe { std::slice::from_raw_parts_mut(NOWHERE, 0) };
+        self.map.as_deref_mut().unwrap_or_else(empty)
     }
 }
 
@@ -63,7 +69,7 @@ mod tests {
             let mut buffer = AlignedBuffer::zeroed(len, true).unwrap();
             assert_eq!(buffer.len(), len);
             assert!(buffer.iter().all(|&b| b == 0));
-            assert!(len == 0 || buffer.as_ptr().addr().is_multiple_of(64));
+            assert!(buffer.as_ptr().addr().is_multiple_of(4096));
             buffer.fill(7);
             assert!(buffer.iter().all(|&b| b == 7));
         }
