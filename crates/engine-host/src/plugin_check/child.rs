@@ -21,7 +21,7 @@ pub struct Request {
     pub file: PathBuf,
     /// Only this kind of it.
     pub kind: Option<String>,
-    /// TOML of the resource under check; see [`Settings`].
+    /// TOML of the resource under check; see `Settings`.
     pub settings: String,
     /// Plugins for what it is built on.
     pub with: Vec<PathBuf>,
