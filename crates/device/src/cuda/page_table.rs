@@ -23,7 +23,7 @@ impl PageTable {
     /// A table of so many entries, all 0.
     ///
     /// # Errors
-    /// [`Error::OutOfMemory`]; as for [`Module::load`].
+    /// [`crate::Error::OutOfMemory`]; as for [`Module::load`].
     pub fn new(context: &Arc<Context>, entries: usize) -> Result<Self> {
         let module = Module::load(context, &Instance::of("kv.cu"))?;
         Ok(Self {
@@ -37,7 +37,7 @@ impl PageTable {
     /// what may still read it. Waits for the device.
     ///
     /// # Errors
-    /// [`Error::OutOfMemory`].
+    /// [`crate::Error::OutOfMemory`].
     pub fn grow(&mut self, contents: &[u32]) -> Result<()> {
         let grown = DeviceBuffer::from_slice(self.entries.context(), contents)?;
         self.retired.push(std::mem::replace(&mut self.entries, grown));
