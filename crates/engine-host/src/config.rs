@@ -49,8 +49,6 @@ pub struct EngineConfig {
     pub strict: bool,
     /// Which plugins are loaded in a child process first; default those that nothing pins.
     pub probe: Probe,
-    /// Whether `plugins.lock` in a plugin directory is obeyed. Always, as far as a file can say.
-    pub use_lock: bool,
     /// Threads of the host's pool; default: as many as the machine offers.
     pub threads: usize,
     /// CPU instruction level of all kernels, as [`device::CpuFeatures`] names them; default: the best

@@ -143,7 +143,7 @@ pub fn discover(dirs: &[PathBuf], options: &Options) -> Result<Discovery> {
             Err(reason) => problems
                 .push(Problem::of_file(document::shown(dir), format!("plugin directory {reason}"))),
             // One directory under two names is not two plugins.
-            Ok((policy, ..)) if seen.iter().any(|known| known == policy.directory()) => {}
+            Ok((policy, _)) if seen.iter().any(|known| known == policy.directory()) => {}
             Ok((policy, manifests)) => {
                 seen.push(policy.directory().to_owned());
                 let lock = match options.use_lock {

@@ -1,6 +1,6 @@
 //! The engine: requests in, events out, one step at a time.
 
-use std::collections::BTreeMap;
+use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -101,7 +101,8 @@ pub struct Engine {
     next_deadline: Option<Instant>,
     canceller: Canceller,
     watchdog: Option<Watchdog>,
-    on_fault: BTreeMap<String, OnFault>,
+    /// Keys of the resources whose panic ends the engine.
+    stops_with: BTreeSet<String>,
     /// Why the engine takes no more requests.
     stopped: Option<String>,
 }
@@ -175,7 +176,7 @@ impl Engine {
             next_deadline: None,
             canceller: Canceller::default(),
             watchdog: None,
-            on_fault: BTreeMap::new(),
+            stops_with: BTreeSet::new(),
             stopped: None,
         };
         engine.capture_graphs();

@@ -1,12 +1,11 @@
 //! A plugin's manifest: the TOML file beside its library. Read without opening the library.
 
 use std::fmt;
-use std::fs::File;
 use std::path::{Component, Path};
 
 use toml::Spanned;
 
-use crate::document::{self, Document, Problems, TableReader};
+use crate::document::{Document, Problems, TableReader};
 use crate::elf::Sha256Digest;
 
 mod capability;
@@ -86,13 +85,6 @@ pub struct ManifestError {
 }
 
 impl Manifest {
-    /// Reads the manifest from an open file; `path` is how messages name it.
-    pub fn read(file: &File, path: &Path) -> Result<Self, ManifestError> {
-        let text = document::read_text_from(file, path, MAX_MANIFEST_BYTES)
-            .map_err(|problem| ManifestError { problems: problem.into(), disabled: false })?;
-        Self::parse(&document::shown(path), &text)
-    }
-
     /// Parses the text of a manifest; `file` is how messages name it. All problems are reported.
     pub fn parse(file: &str, text: &str) -> Result<Self, ManifestError> {
         let doc = Document::new(file, text);

@@ -43,15 +43,15 @@ pub struct Loaded {
 /// # Errors
 /// All plugin directories that cannot be used.
 pub fn discover(config: &Config) -> Result<Discovery> {
+    discovery::discover(&config.engine.plugin_dirs, &discovery_options(config))
+}
+
+/// What a configuration says about finding plugins.
+pub(crate) fn discovery_options(config: &Config) -> discovery::Options {
     let api =
         ApiVersion::parse(resource_api::API_VERSION).unwrap_or(ApiVersion { major: 1, minor: 0 });
-    let options = discovery::Options {
-        strict: config.engine.strict,
-        api,
-        probe: config.engine.probe,
-        use_lock: config.engine.use_lock,
-    };
-    discovery::discover(&config.engine.plugin_dirs, &options)
+    let (strict, probe) = (config.engine.strict, config.engine.probe);
+    discovery::Options { strict, api, probe, use_lock: true }
 }
 
 /// Loads plugins and model and builds the engine.

@@ -4,9 +4,9 @@
 mod support;
 
 use engine_host::engine::Engine;
-use engine_host::request::{Event, GenerateRequest};
+use engine_host::request::GenerateRequest;
 use resource_api::{KvCache, KvCacheHandle, KvFacts, Resource};
-use support::{Done, config, greedy, load, reference, run};
+use support::{Done, config, greedy, load, reference, run, take_event};
 
 const STEPS: u32 = 10;
 
@@ -75,14 +75,7 @@ fn giving_way_every_few_steps() {
         let mut step = 0;
         while !engine.is_idle() {
             for event in engine.step() {
-                let (Event::Token(rid, _) | Event::Finished(rid, ..) | Event::Failed(rid, _)) =
-                    event;
-                let done = &mut got[rids.iter().position(|r| r == rid).unwrap()];
-                match event {
-                    Event::Token(_, token) => done.tokens.push(token.clone()),
-                    Event::Finished(_, reason, usage) => done.end = Some((*reason, *usage)),
-                    Event::Failed(_, message) => done.failure = Some(message.clone()),
-                }
+                take_event(&rids, &mut got, event);
             }
             step += 1;
             // Not for ever: what gives way each time before it gets anywhere would never end.
@@ -114,13 +107,7 @@ fn others_that_are_cancelled_at_any_time() {
             passers_by.pop().inspect(|&rid| engine.cancel(rid));
         }
         for event in engine.step() {
-            let (Event::Token(rid, _) | Event::Finished(rid, ..) | Event::Failed(rid, _)) = event;
-            let Some(at) = rids.iter().position(|r| r == rid) else { continue };
-            match event {
-                Event::Token(_, token) => got[at].tokens.push(token.clone()),
-                Event::Finished(_, reason, usage) => got[at].end = Some((*reason, *usage)),
-                Event::Failed(_, message) => got[at].failure = Some(message.clone()),
-            }
+            take_event(&rids, &mut got, event);
         }
     }
     assert_eq!(got, want);

@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 
 use super::ConfigArg;
 use crate::discovery::lock::{Lock, Locked, digest_of};
-use crate::discovery::{Discovered, State};
+use crate::discovery::{self, Discovered, Options, State};
 use crate::error::{Error, ErrorKind, Result};
 use crate::{probe, registry, setup};
 
@@ -40,9 +40,9 @@ pub fn doctor(config: &ConfigArg, paths: &[PathBuf], as_json: bool) -> Result<Ex
 
 /// Takes every plugin that passes the checks of its file into its directory's lock.
 pub fn trust(config: &ConfigArg) -> Result<ExitCode> {
-    let mut config = config.load()?;
-    config.engine.use_lock = false;
-    let discovery = setup::discover(&config)?;
+    let config = config.load()?;
+    let options = Options { use_lock: false, ..setup::discovery_options(&config) };
+    let discovery = discovery::discover(&config.engine.plugin_dirs, &options)?;
     for dir in &config.engine.plugin_dirs {
         let real = std::fs::canonicalize(dir).unwrap_or_else(|_| dir.clone());
         let mut locked = Vec::new();

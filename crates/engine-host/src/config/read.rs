@@ -52,7 +52,6 @@ fn engine(table: Option<TableReader<'_, '_>>, base: &Path) -> EngineConfig {
         plugin_dirs: vec![base.join("plugins")],
         strict: false,
         probe: Probe::Unpinned,
-        use_lock: true,
         threads: std::thread::available_parallelism().map_or(1, usize::from),
         cpu_features: None,
         preplan: true,

@@ -79,20 +79,19 @@ impl Engine {
 
     /// Says what happens when the resource `key` has panicked.
     pub fn set_on_fault(&mut self, key: &str, policy: OnFault) {
-        self.on_fault.insert(key.to_owned(), policy);
+        match policy {
+            OnFault::Stop => self.stops_with.insert(key.to_owned()),
+            OnFault::FailRequests => self.stops_with.remove(key),
+        };
     }
 
     /// Ends everything when a resource with that policy has panicked.
     pub(super) fn mind_faults(&mut self) {
-        if self.on_fault.is_empty() || self.stopped.is_some() {
+        if self.stops_with.is_empty() || self.stopped.is_some() {
             return;
         }
-        let policies = &self.on_fault;
-        let faulted = self
-            .resources()
-            .entries()
-            .iter()
-            .find(|e| policies.get(&e.key) == Some(&OnFault::Stop) && e.is_faulted());
+        let mut entries = self.resources().entries().iter();
+        let faulted = entries.find(|e| self.stops_with.contains(&e.key) && e.is_faulted());
         let Some(entry) = faulted else { return };
         let message = format!(
             "resource `{}` (kind {}) panicked, and its on_fault = \"stop\": start the engine again",

@@ -97,16 +97,21 @@ pub fn run(engine: &mut Engine, requests: Vec<GenerateRequest>) -> Vec<Done> {
         idle_steps = if events.is_empty() { idle_steps + 1 } else { 0 };
         assert!(idle_steps < 10_000, "the engine makes no progress");
         for event in events {
-            let (Event::Token(rid, _) | Event::Finished(rid, ..) | Event::Failed(rid, _)) = event;
-            let at = rids.iter().position(|r| r == rid).unwrap();
-            match event {
-                Event::Token(_, token) => done[at].tokens.push(token.clone()),
-                Event::Finished(_, reason, usage) => done[at].end = Some((*reason, *usage)),
-                Event::Failed(_, message) => done[at].failure = Some(message.clone()),
-            }
+            take_event(&rids, &mut done, event);
         }
     }
     done
+}
+
+/// Adds an event to what has come of `rids`; other requests' events are left out.
+pub fn take_event(rids: &[RequestId], done: &mut [Done], event: &Event) {
+    let (Event::Token(rid, _) | Event::Finished(rid, ..) | Event::Failed(rid, _)) = event;
+    let Some(at) = rids.iter().position(|r| r == rid) else { return };
+    match event {
+        Event::Token(_, token) => done[at].tokens.push(token.clone()),
+        Event::Finished(_, reason, usage) => done[at].end = Some((*reason, *usage)),
+        Event::Failed(_, message) => done[at].failure = Some(message.clone()),
+    }
 }
 
 /// One prompt of the reference.
