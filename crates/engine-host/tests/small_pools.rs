@@ -1,0 +1,240 @@
+//! Small inputs on small pools that broke other engines: prompts that end with a page, shared and
+//! recycled pages, requests that cannot fit, or only one after the other.
+
+mod reader;
+
+use std::collections::BTreeSet;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use engine_host::error::ErrorKind;
+use engine_host::request::{Event, FinishReason};
+use reader::{Outcome, Setup, cache, cold, expected, greedy, letters, run, told};
+use resource_api::{EngineLimits, KvCache};
+use serde_json::json;
+
+/// Runs a request by itself.
+fn one(engine: &mut engine_host::engine::Engine, prompt: &[u32], max_tokens: u32) -> Outcome {
+    run(engine, vec![greedy(prompt, max_tokens)]).remove(0)
+}
+
+#[test]
+fn a_prompt_of_whole_pages_is_reused_but_for_its_last_page() {
+    for page_size in [1, 2, 4] {
+        for preplan in [true, false] {
+            let setup = Setup { page_size, preplan, ..Setup::default() };
+            let mut engine = setup.build();
+            let (prompt, longer) = (letters("ABCDEFGH"), letters("ABCDEFGHIJKL"));
+            for (prompt, reused) in [(&prompt, 0), (&prompt, 8 - page_size), (&longer, 8)] {
+                let got = one(&mut engine, prompt, 4);
+                assert_eq!(got.cached(), reused, "pages of {page_size}");
+                assert_eq!(got.tokens, expected(prompt, 4, 1));
+                assert_eq!(got.tokens, cold(&setup, greedy(prompt, 4)).tokens);
+            }
+        }
+    }
+}
+
+#[test]
+fn a_recycled_page_is_not_found_under_what_it_held_before() {
+    for pages in [3, 4] {
+        let setup = Setup { pages, ..Setup::default() };
+        let mut engine = setup.build();
+        for text in ["ABCDEFGH", "IJKLMNOP", "ABCDEFGH", "ABCDIJKL", "IJKLMNOP"] {
+            let got = one(&mut engine, &letters(text), 3);
+            assert_eq!(got.tokens, expected(&letters(text), 3, 1), "{text}");
+            let (free, cached) = (told(&engine, "pages.free"), told(&engine, "pages.cached"));
+            assert_eq!(free + cached, u64::from(pages), "after {text}");
+        }
+    }
+}
+
+#[test]
+fn a_page_that_two_requests_share_counts_once_when_both_have_ended() {
+    let setup = Setup { pages: 32, ..Setup::default() };
+    let mut engine = setup.build();
+    // The first page is there to be shared by both at once.
+    one(&mut engine, &letters("ABCDX"), 1);
+    assert_eq!(told(&engine, "pages.cached"), 1);
+    let got =
+        run(&mut engine, vec![greedy(&letters("ABCDEFGH"), 1), greedy(&letters("ABCDIJKL"), 1)]);
+    assert_eq!(got.iter().map(Outcome::cached).collect::<Vec<_>>(), [4, 4]);
+    assert_eq!(told(&engine, "pages.cached"), 3, "ABCD once, EFGH, IJKL");
+    assert_eq!(told(&engine, "pages.free") + told(&engine, "pages.cached"), 32);
+    // Neither in flight together: whoever is second keeps no page of its own of what they share.
+    let mut fresh = setup.build();
+    run(&mut fresh, vec![greedy(&letters("ABCDEFGH"), 1), greedy(&letters("ABCDIJKL"), 1)]);
+    assert_eq!(told(&fresh, "pages.cached"), 3);
+    assert_eq!(told(&fresh, "pages.free") + told(&fresh, "pages.cached"), 32);
+}
+
+#[test]
+fn what_can_never_fit_is_refused_at_once_and_blocks_nobody() {
+    let setup = Setup { page_size: 16, pages: 10, ..Setup::default() };
+    let mut engine = setup.build();
+    let started = Instant::now();
+    // 400 tokens are 25 pages; 150 and 11 generated are one page more than there are.
+    for (prompt, max_tokens, needs) in [(400, 1, 26), (150, 11, 11)] {
+        let e = engine.submit(greedy(&vec![5; prompt], max_tokens)).unwrap_err();
+        assert_eq!(e.kind(), ErrorKind::Usage, "{e}");
+        let said = e.to_string();
+        assert!(said.contains(&format!("need {needs} pages of 16 tokens")), "{said}");
+        assert!(said.contains("the pool has 10 in all") && !said.contains('\n'), "{said}");
+    }
+    assert!(started.elapsed() < Duration::from_secs(5));
+    assert!(engine.is_idle(), "nothing of it is queued");
+    let got = one(&mut engine, &[5; 10], 5);
+    assert_eq!(got.tokens, expected(&[5; 10], 5, 1));
+    assert!(one(&mut engine, &[5; 150], 10).failure.is_none(), "what just fits runs");
+}
+
+#[test]
+fn requests_that_hold_a_cached_prefix_do_not_block_each_other() {
+    // Each has 8 tokens cached and 17 more to compute; together they are over the pool.
+    for chunk in [3, 8, 64] {
+        let limits = EngineLimits { max_batch: 8, max_batch_tokens: chunk, max_model_len: 64 };
+        let setup = Setup { pages: 10, limits, ..Setup::default() };
+        let mut engine = setup.build();
+        let prompt = |first: u32| -> Vec<u32> { (0..25).map(|i| (first + i) % 60).collect() };
+        one(&mut engine, &prompt(1)[..9], 1);
+        one(&mut engine, &prompt(30)[..9], 1);
+        let got = run(&mut engine, vec![greedy(&prompt(1), 6), greedy(&prompt(30), 6)]);
+        for (got, first) in got.iter().zip([1, 30]) {
+            assert_eq!(got.cached(), 8, "chunks of {chunk}");
+            assert_eq!(got.tokens, expected(&prompt(first), 6, 1), "chunks of {chunk}");
+        }
+        assert_eq!(told(&engine, "pages.free") + told(&engine, "pages.cached"), 10);
+    }
+}
+
+#[test]
+fn many_requests_with_one_long_prompt_get_done_on_a_pool_for_one_and_a_half() {
+    // 59 of 96 pages are the prompt's; every request generates over a page's end.
+    let limits = EngineLimits { max_batch: 32, max_batch_tokens: 64, max_model_len: 512 };
+    for prefix_cache in [true, false] {
+        let setup = Setup { pages: 96, prefix_cache, limits, ..Setup::default() };
+        let mut engine = setup.build();
+        let shared: Vec<u32> = (0..236).map(|i| i * 7 % 60).collect();
+        let prompts: Vec<Vec<u32>> = (0..32).map(|i| [&shared[..], &[i]].concat()).collect();
+        let got = run(&mut engine, prompts.iter().map(|p| greedy(p, 40)).collect());
+        for (got, prompt) in got.iter().zip(&prompts) {
+            assert_eq!(got.failure, None);
+            assert_eq!(got.tokens, expected(prompt, 40, 1));
+        }
+    }
+}
+
+#[test]
+fn pages_of_a_request_that_ended_are_not_written_by_the_step_planned_with_it() {
+    let turn = Arc::new(AtomicU64::new(0));
+    let counter = turn.clone();
+    // A slow kernel, whose step is planned around meanwhile.
+    let meanwhile = move |_: &resource_api::StepContext<'_>| {
+        let n = counter.fetch_add(1, Ordering::Relaxed);
+        if n % 7 == 0 {
+            std::thread::sleep(Duration::from_micros(n % 300));
+        }
+    };
+    let setup = Setup {
+        pages: 5,
+        prefix_cache: false,
+        meanwhile: Some(Arc::new(meanwhile)),
+        ..Setup::default()
+    };
+    let mut engine = setup.build();
+    let (mut unplanned, mut tries) = (0, 0);
+    for round in 0..1000u32 {
+        let prompt = [round % 50 + 1, round % 7, 3, 4, 5];
+        let will = expected(&prompt, 8, 1);
+        let stop = will[round as usize % 4 + 1];
+        let mut first = greedy(&prompt, 12);
+        first.stop_token_ids = vec![stop];
+        let length = will.iter().position(|&t| t == stop).unwrap() + 1;
+        let first = engine.submit(first).unwrap();
+        let second_prompt = [9, round % 60, 11, 12, 13, 14, 15, round % 11, 9];
+        let mut second = None;
+        let (mut got, mut other) = (Outcome::default(), Outcome::default());
+        while !engine.is_idle() || second.is_none() {
+            for event in engine.step().to_vec() {
+                got.take(first, &event);
+                second.inspect(|&rid| other.take(rid, &event));
+            }
+            // It takes the pages of the other one, which only then are free.
+            if second.is_none() && got.tokens.len() + 1 >= length {
+                second = Some(engine.submit(greedy(&second_prompt, 4)).unwrap());
+            }
+        }
+        assert_eq!(got.tokens, will[..length], "round {round}");
+        assert_eq!(got.end.unwrap().0, FinishReason::Stop);
+        assert_eq!(other.tokens, expected(&second_prompt, 4, 1), "round {round}");
+        tries += 1;
+        unplanned = engine.stats().unplanned;
+    }
+    assert_eq!(tries, 1000);
+    assert!(unplanned >= 500, "{unplanned} steps were planned with a request that ended");
+    cache(&engine).assert_pages_conserved().unwrap();
+    assert_eq!(told(&engine, "pages.free") + told(&engine, "pages.waiting"), 5);
+}
+
+#[test]
+fn a_partly_filled_page_is_never_shared_by_two_that_write_on() {
+    let setup = Setup::default();
+    let sampled = |seed: u32| {
+        let mut request = greedy(&letters("ABCDE"), 20);
+        request.sampling.insert("temperature".into(), json!(1));
+        request.sampling.insert("seed".into(), json!(seed));
+        request
+    };
+    let alone: Vec<Outcome> = (0..6).map(|seed| cold(&setup, sampled(seed))).collect();
+    let different: BTreeSet<_> = alone.iter().map(|o| o.tokens.clone()).collect();
+    assert!(different.len() > 4, "seeds differ");
+    let mut engine = setup.build();
+    // Each joins while the ones before it are decoding.
+    let mut rids = Vec::new();
+    let mut got = vec![Outcome::default(); alone.len()];
+    while rids.len() < alone.len() || !engine.is_idle() {
+        if rids.len() < alone.len() {
+            rids.push(engine.submit(sampled(rids.len() as u32)).unwrap());
+        }
+        for event in engine.step().to_vec() {
+            rids.iter().zip(&mut got).for_each(|(&rid, o)| o.take(rid, &event));
+        }
+        cache(&engine).assert_pages_conserved().unwrap();
+    }
+    for (got, alone) in got.iter().zip(&alone) {
+        assert_eq!(got.tokens, alone.tokens);
+    }
+    assert_eq!(told(&engine, "pages.free") + told(&engine, "pages.cached"), 64);
+}
+
+#[test]
+fn a_request_cancelled_at_any_step_leaves_its_pages_within_two() {
+    for at in 0..12 {
+        let setup = Setup { pages: 16, prefix_cache: false, ..Setup::default() };
+        let mut engine = setup.build();
+        let (keep, gone) = (letters("ABCDE"), letters("FGHIJKL"));
+        let kept = engine.submit(greedy(&keep, 14)).unwrap();
+        let cancelled = engine.submit(greedy(&gone, 14)).unwrap();
+        let mut got = Outcome::default();
+        for _ in 0..at {
+            engine.step().to_vec().iter().for_each(|e| got.take(kept, e));
+        }
+        engine.canceller().cancel(cancelled);
+        for _ in 0..2 {
+            let events = engine.step().to_vec();
+            events.iter().for_each(|e| got.take(kept, e));
+            let mut of_it =
+                events.iter().filter(|e| matches!(e, Event::Token(r, _) if *r == cancelled));
+            assert!(of_it.next().is_none(), "a token after it was cancelled at {at}");
+        }
+        let text = engine.resources().find("main_kv").unwrap().1.resource();
+        let text = resource_api::Resource::inspect(text);
+        assert!(!text.contains(&format!("\"{cancelled}\"")), "at {at}: {text}");
+        while !engine.is_idle() {
+            engine.step().to_vec().iter().for_each(|e| got.take(kept, e));
+        }
+        assert_eq!(got.tokens, expected(&keep, 14, 1), "at {at}");
+        assert_eq!(told(&engine, "pages.free") + told(&engine, "pages.waiting"), 16);
+    }
+}
