@@ -7,8 +7,7 @@ use std::time::{Duration, Instant};
 use device::Companion;
 use model::{Node, StepInput, StepOutput};
 use resource_api::{
-    BucketKey, EngineLimits, LabelId, NodeId, PrefixWalk, RequestId, Resource, Sampled, Segment,
-    WalkId,
+    BucketKey, EngineLimits, LabelId, NodeId, PrefixWalk, RequestId, Resource, Sampled, WalkId,
 };
 
 use crate::error::Result;
@@ -21,6 +20,7 @@ use crate::step::SubmoduleStep;
 use crate::watch::Watchdog;
 
 mod ahead;
+mod declare;
 mod graphs;
 mod intake;
 mod pressure;
@@ -285,18 +285,21 @@ impl Engine {
         self.sample.clear();
         self.top_logprobs.clear();
         step.graph_walk = self.decode;
-        for (i, turn) in self.turns.iter().enumerate() {
+        for turn in &self.turns {
             let Some(request) = self.requests.get_mut(turn.rid) else { continue };
             request.in_step = turn.span;
-            let span = turn.span as u32;
-            step.request_ids.push(turn.rid);
-            step.segments.push(Segment { request_id: turn.rid, label: LabelId::MAIN, span });
-            let end = request.computed + turn.span;
-            step.token_ids.extend_from_slice(&request.tokens[request.computed..end]);
             if request.computed < request.prompt_len {
                 step.graph_walk = self.prefill;
             }
-            if end == request.tokens.len() {
+        }
+        declare::declare(&self.requests, &self.turns, |r| r.computed, &mut step);
+        for (i, segment) in step.segments.view().iter().enumerate() {
+            let Some(request) = self.requests.get(segment.request_id) else { continue };
+            let end = request.computed + request.in_step;
+            step.token_ids.extend_from_slice(&request.tokens[request.computed..end]);
+            // A request is sampled once, at the first of its streams.
+            let is_first = request.labels_at(request.computed).first() == Some(&segment.label);
+            if end == request.tokens.len() && is_first {
                 self.sample.push(i as u32);
                 self.top_logprobs.push(request.logprobs.unwrap_or(0));
             }

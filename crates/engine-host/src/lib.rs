@@ -16,6 +16,7 @@ pub mod document;
 pub mod elf;
 pub mod engine;
 pub mod error;
+pub mod labels;
 pub mod manifest;
 pub mod names;
 pub mod order;

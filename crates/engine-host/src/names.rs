@@ -14,8 +14,8 @@ impl Names {
 
     /// The id of `name`, which is added if it is new.
     pub fn intern(&self, name: &str) -> u32 {
-        if let Some(at) = self.read().iter().position(|n| n == name) {
-            return at as u32;
+        if let Some(id) = self.find(name) {
+            return id;
         }
         let mut names = self.0.write().unwrap_or_else(|e| e.into_inner());
         // Somebody may have added it in between.
@@ -24,6 +24,17 @@ impl Names {
             names.len() - 1
         });
         at as u32
+    }
+
+    /// The id of `name`, where it has one.
+    pub fn find(&self, name: &str) -> Option<u32> {
+        self.read().iter().position(|n| n == name).map(|at| at as u32)
+    }
+
+    /// How many names there are.
+    #[allow(clippy::len_without_is_empty)]
+    pub fn len(&self) -> usize {
+        self.read().len()
     }
 
     /// The name with this id; a made-up one when there is none.

@@ -3,8 +3,10 @@
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
-use resource_api::RequestId;
+use resource_api::{LabelId, RequestId};
 use serde_json::{Map, Value};
+
+use crate::labels::{RequestLabels, StreamLabels};
 
 /// What a caller asks for.
 #[derive(Clone, Debug, Default)]
@@ -27,6 +29,8 @@ pub struct GenerateRequest {
     pub sampling: Map<String, Value>,
     /// Per-request config of other resources, by resource key.
     pub overrides: BTreeMap<String, Map<String, Value>>,
+    /// The streams that its tokens go to; default: `main`.
+    pub labels: RequestLabels,
 }
 
 /// Why a request ended.
@@ -103,6 +107,8 @@ pub(crate) struct Tracked {
     pub ignore_eos: bool,
     pub stop_token_ids: Vec<u32>,
     pub logprobs: Option<u32>,
+    /// Its streams, where they are not `main` alone.
+    pub labels: Option<Box<StreamLabels>>,
 }
 
 impl Tracked {
@@ -110,15 +116,38 @@ impl Tracked {
         self.tokens.len() - self.prompt_len
     }
 
-    /// Tokens that are known and not computed yet.
+    /// Tokens that are known and not computed yet, as far as one step may go.
     pub fn pending(&self) -> usize {
-        self.tokens.len() - self.computed
+        self.pending_from(self.computed)
+    }
+
+    /// Where a prompt and what follows it go to different streams, a step ends with the prompt.
+    fn pending_from(&self, computed: usize) -> usize {
+        let parts = self.labels.as_ref().is_some_and(|l| l.prefill != l.decode);
+        let end =
+            if parts && computed < self.prompt_len { self.prompt_len } else { self.tokens.len() };
+        end - computed
+    }
+
+    /// Labels of the streams that take the token at this place.
+    pub fn labels_at(&self, place: usize) -> &[LabelId] {
+        match &self.labels {
+            None => &[LabelId::MAIN],
+            Some(labels) if place < self.prompt_len => &labels.prefill,
+            Some(labels) => &labels.decode,
+        }
+    }
+
+    /// Rows that each of its tokens takes in a step.
+    pub fn width(&self) -> usize {
+        self.labels.as_ref().map_or(1, |labels| labels.width())
     }
 
     /// Tokens that will have to be computed after the present step; 0 when the request ends with it,
     /// unless it ends earlier than by its length.
     pub fn pending_after(&self, max_model_len: usize) -> usize {
-        match self.pending() - self.in_step {
+        let computed = self.computed + self.in_step;
+        match self.pending_from(computed) {
             0 if self.in_step > 0 => {
                 let ends = self.generated() + 1 >= self.max_tokens as usize
                     || self.tokens.len() + 1 >= max_model_len;
@@ -224,6 +253,7 @@ mod tests {
             ignore_eos: false,
             stop_token_ids: vec![],
             logprobs: None,
+            labels: None,
         }
     }
 

@@ -69,8 +69,8 @@ impl Scheduler {
         held: &[RequestId],
         mut join: impl FnMut(&mut Tracked) -> bool,
     ) {
-        let pending = |rid| requests.get(rid).map_or(0, Tracked::pending);
-        let mut budget = self.take_running(turns, held, pending);
+        let share = |rid| requests.get(rid).map_or((0, 1), |r| (r.pending(), r.width()));
+        let mut budget = self.take_running(turns, held, share);
         while budget > 0 && !self.full && self.running.len() < self.limits.max_batch {
             let Some(rid) = self.waiting.pop_front() else { return };
             let Some(request) = requests.get_mut(rid) else { continue };
@@ -78,16 +78,20 @@ impl Scheduler {
                 continue;
             }
             self.running.push(rid);
-            take(turns, &mut budget, rid, request.pending());
+            take(turns, &mut budget, rid, (request.pending(), request.width()));
         }
     }
 
     /// Lays out in `turns` the step after the present one, for when nothing unexpected happens:
-    /// `pending` says what each request will have to compute then, 0 for one that ends. `false` when
-    /// that cannot be known, since somebody may join.
-    pub fn foresee(&self, turns: &mut Vec<Turn>, pending: impl Fn(RequestId) -> usize) -> bool {
-        let ends = self.running.iter().any(|&rid| pending(rid) == 0);
-        let budget = self.take_running(turns, &[], pending);
+    /// `share` says what each request will have to compute then, 0 tokens for one that ends, and how
+    /// many rows a token of it takes. `false` when that cannot be known, since somebody may join.
+    pub fn foresee(
+        &self,
+        turns: &mut Vec<Turn>,
+        share: impl Fn(RequestId) -> (usize, usize),
+    ) -> bool {
+        let ends = self.running.iter().any(|&rid| share(rid).0 == 0);
+        let budget = self.take_running(turns, &[], share);
         let has_room = self.running.len() < self.limits.max_batch && !self.full || ends;
         !turns.is_empty() && (self.waiting.is_empty() || budget == 0 || !has_room)
     }
@@ -97,15 +101,15 @@ impl Scheduler {
         &self,
         turns: &mut Vec<Turn>,
         held: &[RequestId],
-        pending: impl Fn(RequestId) -> usize,
+        share: impl Fn(RequestId) -> (usize, usize),
     ) -> usize {
         turns.clear();
         let mut budget = self.limits.max_batch_tokens;
         for generating in [true, false] {
             for &rid in self.running.iter().filter(|rid| !held.contains(rid)) {
-                let pending = pending(rid);
-                if (pending == 1) == generating {
-                    take(turns, &mut budget, rid, pending);
+                let share = share(rid);
+                if (share.0 == 1) == generating {
+                    take(turns, &mut budget, rid, share);
                 }
                 if budget == 0 {
                     return 0;
@@ -139,9 +143,15 @@ impl Scheduler {
     }
 }
 
-fn take(turns: &mut Vec<Turn>, budget: &mut usize, rid: RequestId, pending: usize) {
-    let span = pending.min(*budget);
-    *budget -= span;
+/// Takes what the budget has for a request with so many tokens pending, of so many rows each.
+fn take(
+    turns: &mut Vec<Turn>,
+    budget: &mut usize,
+    rid: RequestId,
+    (pending, width): (usize, usize),
+) {
+    let span = pending.min(*budget / width);
+    *budget -= span * width;
     if span > 0 {
         turns.push(Turn { rid, span });
     }
@@ -176,6 +186,7 @@ mod tests {
                     ignore_eos: true,
                     stop_token_ids: vec![],
                     logprobs: None,
+                    labels: None,
                 });
                 scheduler.enqueue(rid);
             }

@@ -132,7 +132,7 @@ fn pages_of_a_request_that_ended_are_not_written_by_the_step_planned_with_it() {
     // A slow kernel, whose step is planned around meanwhile.
     let meanwhile = move |_: &resource_api::StepContext<'_>| {
         let n = counter.fetch_add(1, Ordering::Relaxed);
-        if n % 7 == 0 {
+        if n.is_multiple_of(7) {
             std::thread::sleep(Duration::from_micros(n % 300));
         }
     };

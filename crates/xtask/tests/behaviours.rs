@@ -1,8 +1,14 @@
-//! `docs/behaviours.md`: complete, and about tests that are there.
+//! `docs/behaviours.md` and `docs/cases.md`: complete, and about tests that are there.
 
 use std::collections::BTreeMap;
 
 use xtask::workspace_root;
+
+/// The rows of `docs/cases.md`.
+const CASES: &[&str] = &[
+    "A1", "A3", "A5", "A7", "A10", "A11", "A13", "A15", "D1", "D3", "D6", "E1", "E3", "E5", "E7",
+    "E9", "I1", "I3", "I5",
+];
 
 /// The numbers of the catalogue.
 const NUMBERS: &[u32] = &[
@@ -34,42 +40,49 @@ fn problem_of(named: &str) -> Option<String> {
     }
 }
 
-#[test]
-fn every_behaviour_has_a_row_and_every_named_test_exists() {
-    let text = std::fs::read_to_string(workspace_root().join("docs/behaviours.md")).unwrap();
-    let mut rows: BTreeMap<u32, &str> = BTreeMap::new();
+/// Checks a page of tables with a row for each of `wanted`.
+fn check(page: &str, wanted: &[String]) {
+    let text = std::fs::read_to_string(workspace_root().join(page)).unwrap();
+    let mut rows: BTreeMap<String, &str> = BTreeMap::new();
     let mut problems = Vec::new();
     for line in text.lines().filter(|l| l.starts_with("| ") && !l.starts_with("| #")) {
         let cells: Vec<&str> = line.trim_matches('|').split(" | ").map(str::trim).collect();
-        let [number, behaviour, shown] = cells[..] else {
+        let [row, what, shown] = cells[..] else {
             problems.push(format!("not three cells: {line}"));
             continue;
         };
-        let Ok(number) = number.parse() else {
-            problems.push(format!("no number: {line}"));
-            continue;
-        };
-        if rows.insert(number, shown).is_some() {
-            problems.push(format!("{number} has two rows"));
+        if rows.insert(row.to_owned(), shown).is_some() {
+            problems.push(format!("{row} has two rows"));
         }
-        if behaviour.is_empty() || shown.is_empty() {
-            problems.push(format!("{number} has an empty cell"));
+        if what.is_empty() || shown.is_empty() {
+            problems.push(format!("{row} has an empty cell"));
         }
     }
-    for number in NUMBERS.iter().filter(|n| !rows.contains_key(n)) {
-        problems.push(format!("{number} has no row"));
+    for row in wanted.iter().filter(|row| !rows.contains_key(*row)) {
+        problems.push(format!("{row} has no row"));
     }
-    for number in rows.keys().filter(|n| !NUMBERS.contains(n)) {
-        problems.push(format!("{number} is not in the catalogue"));
+    for row in rows.keys().filter(|row| !wanted.contains(row)) {
+        problems.push(format!("{row} is not in the catalogue"));
     }
-    for (number, shown) in &rows {
+    for (row, shown) in &rows {
         let why = shown.strip_prefix("n/a: ");
         if why.is_some_and(|why| why.len() < 5) {
-            problems.push(format!("{number}: n/a without a reason"));
+            problems.push(format!("{row}: n/a without a reason"));
         }
         let named = shown.split(", ").filter(|_| why.is_none());
-        problems
-            .extend(named.filter_map(|n| problem_of(n.trim())).map(|p| format!("{number}: {p}")));
+        problems.extend(named.filter_map(|n| problem_of(n.trim())).map(|p| format!("{row}: {p}")));
     }
-    assert!(problems.is_empty(), "docs/behaviours.md:\n{}", problems.join("\n"));
+    assert!(problems.is_empty(), "{page}:\n{}", problems.join("\n"));
+}
+
+#[test]
+fn every_behaviour_has_a_row_and_every_named_test_exists() {
+    let numbers: Vec<String> = NUMBERS.iter().map(u32::to_string).collect();
+    check("docs/behaviours.md", &numbers);
+}
+
+#[test]
+fn every_case_has_a_row_and_every_named_test_exists() {
+    let cases: Vec<String> = CASES.iter().map(|case| case.to_string()).collect();
+    check("docs/cases.md", &cases);
 }

@@ -4,9 +4,11 @@ use std::path::Path;
 use std::time::Duration;
 
 use model::{ChatInput, ModelPackage};
+use serde::Deserialize;
 use serde_json::{Map, Value};
 
 use crate::error::{Error, Result};
+use crate::labels::RequestLabels;
 use crate::request::GenerateRequest;
 use crate::suggest;
 
@@ -14,7 +16,7 @@ use crate::suggest;
 const SAMPLING: [&str; 6] =
     ["temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed"];
 /// All others.
-const OWN: [&str; 12] = [
+const OWN: [&str; 13] = [
     "id",
     "prompt",
     "messages",
@@ -27,6 +29,7 @@ const OWN: [&str; 12] = [
     "timeout",
     "tools",
     "overrides",
+    "labels",
 ];
 
 /// One request of a file.
@@ -127,6 +130,10 @@ pub fn request(fields: Map<String, Value>, model: &ModelPackage) -> Result<Gener
             return Err(Error::usage(format!("overrides.{key} must be an object")));
         };
         request.overrides.insert(key, config);
+    }
+    if let Some(labels) = fields.get("labels").filter(|v| is_set(v)) {
+        request.labels =
+            RequestLabels::deserialize(labels).map_err(|e| Error::usage(format!("labels: {e}")))?;
     }
     Ok(request)
 }

@@ -5,9 +5,10 @@
 //! is what the scheduler then asks for, and undone otherwise.
 
 use device::Companion;
-use resource_api::{LabelId, RequestId, Segment};
+use resource_api::RequestId;
 
 use super::Engine;
+use super::declare::declare;
 use crate::error::{Error, ErrorKind, Result};
 use crate::request::Tracked;
 use crate::runner::{FailedStep, Runner, StageOutcome, Started};
@@ -51,22 +52,20 @@ impl Engine {
         self.planner.as_ref()?;
         let max_len = self.limits.max_model_len as usize;
         let requests = &self.requests;
-        let pending = |rid| requests.get(rid).map_or(0, |r| r.pending_after(max_len));
-        let is_known = self.held.is_empty() && self.scheduler.foresee(&mut self.foreseen, pending);
+        let share =
+            |rid| requests.get(rid).map_or((0, 1), |r| (r.pending_after(max_len), r.width()));
+        let is_known = self.held.is_empty() && self.scheduler.foresee(&mut self.foreseen, share);
         if !is_known {
             return None;
         }
         let mut step = self.spare.pop()?;
         step.clear();
         step.graph_walk = self.decode;
-        for turn in &self.foreseen {
-            let (rid, span) = (turn.rid, turn.span as u32);
-            step.request_ids.push(rid);
-            step.segments.push(Segment { request_id: rid, label: LabelId::MAIN, span });
-            let in_prompt = |r: &Tracked| r.computed + r.in_step < r.prompt_len;
-            if self.requests.get(rid).is_some_and(in_prompt) {
-                step.graph_walk = self.prefill;
-            }
+        let begins = |r: &Tracked| r.computed + r.in_step;
+        declare(&self.requests, &self.foreseen, begins, &mut step);
+        let in_prompt = |r: &Tracked| begins(r) < r.prompt_len;
+        if self.foreseen.iter().any(|t| self.requests.get(t.rid).is_some_and(in_prompt)) {
+            step.graph_walk = self.prefill;
         }
         self.pad(&mut step);
         Some(step)

@@ -25,6 +25,8 @@ impl Engine {
     pub fn submit(&mut self, request: GenerateRequest) -> Result<RequestId> {
         self.check_running()?;
         let room = self.check(&request)?;
+        let most = self.limits.max_batch_tokens as usize;
+        let labels = request.labels.resolve(self.node.name(), most, &self.services.labels)?;
         let rid = self.requests.next_id();
         let max_tokens = request.max_tokens.min(room);
         if let Err(e) = self.ingest(rid, &request, max_tokens) {
@@ -50,6 +52,7 @@ impl Engine {
             ignore_eos: request.ignore_eos,
             stop_token_ids: request.stop_token_ids,
             logprobs: request.logprobs,
+            labels: labels.map(Box::new),
         });
         self.scheduler.enqueue(rid);
         Ok(rid)
@@ -146,6 +149,10 @@ pub(super) fn skip_cached_prefix(
         return Ok(());
     }
     request.prefix_resolved = true;
+    // What is kept was written under `main`; the other streams would begin too late.
+    if request.labels.is_some() {
+        return Ok(());
+    }
     let rid = request.rid;
     let (mut agreed, mut longest) = (None::<u32>, 0);
     for entry in resources.entries() {
@@ -273,6 +280,7 @@ mod tests {
             ignore_eos: false,
             stop_token_ids: Vec::new(),
             logprobs: None,
+            labels: None,
         }
     }
 

@@ -7,6 +7,7 @@
 
 mod capabilities;
 mod fixture;
+mod images;
 mod moving;
 mod panics;
 mod panics_of_capabilities;

@@ -3,7 +3,6 @@
 //! out is therefore known from the tokens alone ([`expected`]), and a wrong page shows.
 #![allow(dead_code)] // each test file uses its own part
 
-use std::collections::BTreeSet;
 use std::sync::{Arc, OnceLock};
 
 use device::Parallel;
@@ -25,7 +24,7 @@ use serde_json::{Map, Value, json};
 /// Token ids are below this.
 pub const VOCAB: usize = 64;
 /// Elements of a key: the token, and its place in the stream.
-const DIM: usize = 2;
+pub const DIM: usize = 2;
 
 /// What runs in the middle of every forward pass, after the tokens were written.
 pub type Meanwhile = Arc<dyn Fn(&StepContext<'_>) + Send + Sync>;
@@ -65,18 +64,7 @@ impl Node for Reader {
         input.check(VOCAB)?;
         let (kv, sampler) = self.handles.get().expect("attached");
         let plan = plan_of(ctx);
-        let mut tokens = input.token_ids.iter();
-        for group in plan.groups.iter() {
-            let rows = group.first_row as usize..(group.first_row + group.num_rows) as usize;
-            let places = rows.flat_map(|r| plan.start[r]..plan.start[r] + plan.span[r]);
-            let keys: Vec<f32> =
-                places.zip(tokens.by_ref()).flat_map(|(at, &id)| [id as f32, at as f32]).collect();
-            let values: Vec<f32> = keys.iter().map(|k| -k).collect();
-            let shape = [keys.len() / DIM, 1, DIM];
-            let (k, v) =
-                (TensorView::from_slice(&keys, &shape), TensorView::from_slice(&values, &shape));
-            kv.write_kv(ctx, 0, group.label, &k, &v)?;
-        }
+        write(kv, ctx, plan, input.token_ids)?;
         if let Some(meanwhile) = &self.meanwhile {
             meanwhile(ctx);
         }
@@ -101,12 +89,35 @@ impl Node for Reader {
 }
 
 /// The cache's plan of a step, whichever resource made it.
-fn plan_of<'a>(ctx: &'a StepContext<'_>) -> &'a KvPlan {
+pub fn plan_of<'a>(ctx: &'a StepContext<'_>) -> &'a KvPlan {
     (0..16).find_map(|i| ctx.plan_result::<KvPlan>(i).ok()).expect("a cache planned the step")
 }
 
+/// Writes the tokens that the plan's rows add, in its packed order.
+pub fn write(
+    kv: &KvCacheHandle,
+    ctx: &StepContext<'_>,
+    plan: &KvPlan,
+    tokens: &[u32],
+) -> resource_api::Result<()> {
+    let mut tokens = tokens.iter();
+    for group in plan.groups.iter() {
+        let rows = group.first_row as usize..(group.first_row + group.num_rows) as usize;
+        let places = rows.flat_map(|r| plan.start[r]..plan.start[r] + plan.span[r]);
+        // Places first: `zip` takes from the tokens only where there is a place.
+        let keys: Vec<f32> =
+            places.zip(tokens.by_ref()).flat_map(|(at, &id)| [id as f32, at as f32]).collect();
+        let values: Vec<f32> = keys.iter().map(|k| -k).collect();
+        let shape = [keys.len() / DIM, 1, DIM];
+        let (k, v) =
+            (TensorView::from_slice(&keys, &shape), TensorView::from_slice(&values, &shape));
+        kv.write_kv(ctx, 0, group.label, &k, &v)?;
+    }
+    Ok(())
+}
+
 /// The tokens that a row reads.
-fn read(kv: &KvCacheHandle, plan: &KvPlan, row: usize) -> resource_api::Result<Vec<u32>> {
+pub fn read(kv: &KvCacheHandle, plan: &KvPlan, row: usize) -> resource_api::Result<Vec<u32>> {
     let view = kv.layer_view(0)?;
     let (pages, strides) = (view.k.raw().strides, view.v.raw().strides);
     let size = view.k.raw().shape[1] as usize;
@@ -187,42 +198,57 @@ fn registry() -> &'static Registry {
     })
 }
 
+/// Resources of the installed plugins: key, kind, nodes, settings.
+pub fn resources(
+    list: &[(&str, &str, &[&str], Value)],
+    limits: EngineLimits,
+) -> (Arc<ResourceSet>, Arc<Services>) {
+    let wanted = |(key, kind, nodes, settings): &(&str, &str, &[&str], Value)| Wanted {
+        spec: NodeResourceSpec {
+            resource_key: key.to_string(),
+            kind: kind.to_string(),
+            nodes: nodes.iter().map(|n| n.to_string()).collect(),
+            settings: settings.to_string(),
+        },
+        depends_on: Vec::new(),
+    };
+    let services = Services::new(1, 1 << 30);
+    let info = BuildInfo {
+        device: Device::CPU,
+        kv_dtype: DType::F32,
+        needs_remote_transfer: false,
+        limits,
+    };
+    let all = list.iter().map(wanted).collect();
+    let set = ResourceSet::build(registry(), all, &info, services.clone());
+    (Arc::new(set.unwrap_or_else(|e| panic!("{e}"))), services)
+}
+
+/// Settings of a cache for a [`Reader`].
+pub fn cache_settings(page_size: u32, pages: u32) -> Value {
+    json!({
+        "num_layers": 1, "num_kv_heads": 1, "head_dim": DIM, "dtype": "f32",
+        "page_size": page_size, "pages": pages + 1,
+    })
+}
+
 impl Setup {
     pub fn build(&self) -> Engine {
-        let mut kv = json!({
-            "num_layers": 1, "num_kv_heads": 1, "head_dim": DIM, "dtype": "f32",
-            "page_size": self.page_size, "pages": self.pages + 1,
-            "prefix_cache": self.prefix_cache,
-        });
+        let mut kv = cache_settings(self.page_size, self.pages);
+        kv["prefix_cache"] = json!(self.prefix_cache);
         let further = self.kv.as_object().unwrap().clone();
         kv.as_object_mut().unwrap().extend(further);
-        let wanted = |key: &str, kind: &str, settings: Value| Wanted {
-            spec: NodeResourceSpec {
-                resource_key: key.into(),
-                kind: kind.into(),
-                nodes: BTreeSet::from(["decoder".to_string()]),
-                settings: settings.to_string(),
-            },
-            depends_on: Vec::new(),
-        };
-        let all = vec![
-            wanted("main_kv", "kv", kv),
-            wanted("attn", "attention", json!({ "kv_cache": "main_kv" })),
-            wanted("pos", "positions", json!({ "kv_cache": "main_kv", "rotary_dim": DIM })),
-            wanted("sampler", "sampler", json!({ "vocab_size": VOCAB })),
+        let own = &["decoder"][..];
+        let all = [
+            ("main_kv", "kv", own, kv),
+            ("attn", "attention", own, json!({ "kv_cache": "main_kv" })),
+            ("pos", "positions", own, json!({ "kv_cache": "main_kv", "rotary_dim": DIM })),
+            ("sampler", "sampler", own, json!({ "vocab_size": VOCAB })),
         ];
-        let services = Services::new(1, 1 << 30);
-        let info = BuildInfo {
-            device: Device::CPU,
-            kv_dtype: DType::F32,
-            needs_remote_transfer: false,
-            limits: self.limits,
-        };
-        let set = ResourceSet::build(registry(), all, &info, services.clone());
-        let set = set.unwrap_or_else(|e| panic!("{e}"));
+        let (set, services) = resources(&all, self.limits);
         let facts = ModelFacts { eos: vec![], vocab: VOCAB, identity: [7; 32] };
         let node = Reader { meanwhile: self.meanwhile.clone(), ..Reader::default() };
-        let engine = Engine::new(Box::new(node), Arc::new(set), services, facts, self.limits);
+        let engine = Engine::new(Box::new(node), set, services, facts, self.limits);
         let mut engine = engine.unwrap_or_else(|e| panic!("{e}"));
         engine.plan_ahead(self.preplan).unwrap();
         engine
