@@ -5,13 +5,13 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use device::Companion;
-use model::{Node, StepInput, StepOutput};
+use model::{Node, Score, StepInput, StepOutput};
 use resource_api::{
     BucketKey, EngineLimits, LabelId, NodeId, PrefixWalk, RequestId, Resource, Sampled, WalkId,
 };
 
-use crate::error::Result;
-use crate::request::{Event, Requests, Token};
+use crate::error::{Error, ErrorKind, Result};
+use crate::request::{Event, Failure, Requests, Token, Tracked, Usage};
 use crate::resources::ResourceSet;
 use crate::runner::{FailedStep, Live, Runner, Staged, Started};
 use crate::scheduler::{Limits, Scheduler, Turn};
@@ -81,6 +81,9 @@ pub struct Engine {
     turns: Vec<Turn>,
     sample: Vec<u32>,
     top_logprobs: Vec<u32>,
+    /// Tokens of prompts to score in the step, and whose they are.
+    scores: Vec<Score>,
+    scored_rids: Vec<RequestId>,
     output: StepOutput,
     sampled_rids: Vec<RequestId>,
     sampled_ids: Vec<u32>,
@@ -162,6 +165,8 @@ impl Engine {
             turns: Vec::new(),
             sample: Vec::new(),
             top_logprobs: Vec::new(),
+            scores: Vec::new(),
+            scored_rids: Vec::new(),
             output: StepOutput::default(),
             sampled_rids: Vec::new(),
             sampled_ids: Vec::new(),
@@ -212,6 +217,11 @@ impl Engine {
         (self.scheduler.waiting(), self.scheduler.running())
     }
 
+    /// What a request has taken so far; `None` once it has ended.
+    pub fn usage_of(&self, rid: RequestId) -> Option<Usage> {
+        self.requests.get(rid).map(Tracked::usage)
+    }
+
     /// Whether nothing is left to do.
     pub fn is_idle(&self) -> bool {
         self.scheduler.is_idle()
@@ -247,7 +257,7 @@ impl Engine {
                     self.services.complete_epoch(self.runner.epoch());
                     let rids = step.request_ids.clone();
                     self.spare.push(*step);
-                    self.fail_all(&rids, &error.to_string());
+                    self.fail_all(&rids, &Failure::from(&error));
                     break;
                 }
             }
@@ -270,12 +280,12 @@ impl Engine {
         self.scheduler.fill(&mut self.requests, &mut self.turns, &self.held, |request| {
             let joined = skip_cached_prefix(runner.resources(), request, node, walk);
             if let Err(e) = &joined {
-                failed.push((request.rid, e.to_string()));
+                failed.push((request.rid, Failure::new(e.kind().into(), e.to_string())));
             }
             joined.is_ok()
         });
-        for (rid, message) in failed {
-            self.fail(rid, &message);
+        for (rid, why) in failed {
+            self.fail(rid, &why);
         }
         if self.turns.is_empty() {
             return None;
@@ -284,6 +294,8 @@ impl Engine {
         step.clear();
         self.sample.clear();
         self.top_logprobs.clear();
+        self.scores.clear();
+        self.scored_rids.clear();
         step.graph_walk = self.decode;
         for turn in &self.turns {
             let Some(request) = self.requests.get_mut(turn.rid) else { continue };
@@ -296,9 +308,16 @@ impl Engine {
         for (i, segment) in step.segments.view().iter().enumerate() {
             let Some(request) = self.requests.get(segment.request_id) else { continue };
             let end = request.computed + request.in_step;
+            let row = step.token_ids.len();
             step.token_ids.extend_from_slice(&request.tokens[request.computed..end]);
             // A request is sampled once, at the first of its streams.
             let is_first = request.labels_at(request.computed).first() == Some(&segment.label);
+            if is_first {
+                for score in request.scores_of_step(row) {
+                    self.scores.push(score);
+                    self.scored_rids.push(segment.request_id);
+                }
+            }
             if end == request.tokens.len() && is_first {
                 self.sample.push(i as u32);
                 self.top_logprobs.push(request.logprobs.unwrap_or(0));
@@ -319,6 +338,7 @@ impl Engine {
             token_ids: &live.step().token_ids,
             sample: &self.sample,
             top_logprobs: &self.top_logprobs,
+            score: &self.scores,
         };
         let (node, pool) = (&self.node, self.services.pool());
         let output = &mut self.output;
@@ -333,7 +353,7 @@ impl Engine {
             self.services.complete_epoch(self.runner.epoch());
             let rids = step.request_ids.clone();
             self.spare.push(step);
-            return self.fail_all(&rids, &e.to_string());
+            return self.fail_all(&rids, &Failure::from(&Error::from(e)));
         }
         let decoded = live.step().graph_walk == self.decode;
         let tokens = self.turns.iter().map(|turn| turn.span as u64).sum();
@@ -354,7 +374,7 @@ impl Engine {
         if let Err(e) = committed.and(told) {
             let rids = step.request_ids.clone();
             self.spare.push(step);
-            return self.fail_all(&rids, &e.to_string());
+            return self.fail_all(&rids, &Failure::from(&e));
         }
         self.spare.push(step);
         for turn in &self.turns {
@@ -362,8 +382,27 @@ impl Engine {
                 request.computed += std::mem::take(&mut request.in_step);
             }
         }
+        self.take_scores();
         self.take_samples();
         self.count(started.elapsed(), tokens, decoded);
+    }
+
+    /// Notes how likely tokens of prompts are.
+    fn take_scores(&mut self) {
+        for i in 0..self.scored_rids.len() {
+            let rid = self.scored_rids[i];
+            let Some(&logprob) = self.output.scores.get(i) else {
+                let message = "the model does not tell the log-probabilities of a prompt";
+                self.fail(rid, &Failure::new(ErrorKind::Unsupported, message));
+                continue;
+            };
+            let Some(scored) = self.requests.get_mut(rid).and_then(|r| r.prompt.as_mut()) else {
+                continue;
+            };
+            let (ids, logprobs) = self.output.score_top(i);
+            let top = ids.iter().copied().zip(logprobs.iter().copied()).collect();
+            scored.tokens.push(Some(Token { id: self.scores[i].target, logprob, top }));
+        }
     }
 
     /// Appends what was sampled and ends requests that are done.
@@ -371,7 +410,8 @@ impl Engine {
         for i in 0..self.output.sampled.len() {
             let (rid, sampled) = (self.output.requests[i], self.output.sampled[i]);
             if sampled.status != Sampled::OK || sampled.token as usize >= self.model.vocab {
-                self.fail(rid, "the model's logits for the next token are not usable numbers");
+                let message = "the model's logits for the next token are not usable numbers";
+                self.fail(rid, &Failure::new(ErrorKind::Internal, message));
                 continue;
             }
             let Some(request) = self.requests.get_mut(rid) else { continue };
@@ -379,6 +419,9 @@ impl Engine {
             let (ids, logprobs) = self.output.top(i);
             let top = ids.iter().copied().zip(logprobs.iter().copied()).collect();
             let token = Token { id: sampled.token, logprob: sampled.logprob, top };
+            if let Some(scored) = request.prompt.take() {
+                self.events.push(Event::Prompt(rid, scored.tokens));
+            }
             self.events.push(Event::Token(rid, token));
             let max_len = self.limits.max_model_len as usize;
             if let Some(reason) = request.finish_reason(&self.model.eos, max_len) {
@@ -389,15 +432,15 @@ impl Engine {
         }
     }
 
-    fn fail_all(&mut self, rids: &[RequestId], message: &str) {
+    fn fail_all(&mut self, rids: &[RequestId], why: &Failure) {
         for &rid in rids {
-            self.fail(rid, message);
+            self.fail(rid, why);
         }
     }
 
-    fn fail(&mut self, rid: RequestId, message: &str) {
+    fn fail(&mut self, rid: RequestId, why: &Failure) {
         if self.forget(rid) {
-            self.events.push(Event::Failed(rid, message.to_owned()));
+            self.events.push(Event::Failed(rid, why.clone()));
         }
     }
 

@@ -2,8 +2,8 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
+pub use model::RequestLabels;
 use resource_api::LabelId;
-use serde::Deserialize;
 
 use crate::error::{Error, Result};
 use crate::names::Names;
@@ -13,106 +13,82 @@ use crate::suggest;
 /// long as the engine lives.
 const MAX_NAMES: usize = 32;
 
-/// The labels of a request's streams. A step of a node extends those under (node, walk), or else under
-/// the node, or else [`needed`](Self::needed), or else `main`: each by the same tokens.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
-#[serde(deny_unknown_fields, default)]
-pub struct RequestLabels {
-    /// Of every step that the other two do not name; empty for `main` alone.
-    pub needed: Vec<String>,
-    /// By node.
-    pub per_node: BTreeMap<String, Vec<String>>,
-    /// By node, then walk. In the walk `prefill` a request's prompt is computed, in `decode` what
-    /// follows it.
-    pub per_node_walk: BTreeMap<String, BTreeMap<String, Vec<String>>>,
-}
-
-/// The same for one node, by its walks.
+/// The labels of a request for one node, by its walks.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct StreamLabels {
     pub prefill: Vec<LabelId>,
     pub decode: Vec<LabelId>,
 }
 
-impl RequestLabels {
-    /// The labels of a step of `node` in `walk`.
-    pub fn of<'a>(&'a self, node: &str, walk: &str) -> impl Iterator<Item = &'a str> {
-        let by_walk = self.per_node_walk.get(node).and_then(|walks| walks.get(walk));
-        let named = by_walk.or_else(|| self.per_node.get(node)).unwrap_or(&self.needed);
-        let main = named.is_empty().then_some("main");
-        named.iter().map(String::as_str).chain(main)
+/// Checks the labels and gives them their ids; `None` for `main` alone. `most` is how many a step
+/// has room for.
+pub(crate) fn resolve(
+    labels: &RequestLabels,
+    node: &str,
+    most: usize,
+    names: &Names,
+) -> Result<Option<StreamLabels>> {
+    if *labels == RequestLabels::default() {
+        return Ok(None);
     }
-
-    /// Checks the labels and gives them their ids; `None` for `main` alone. `most` is how many a step
-    /// has room for.
-    pub(crate) fn resolve(
-        &self,
-        node: &str,
-        most: usize,
-        names: &Names,
-    ) -> Result<Option<StreamLabels>> {
-        if *self == Self::default() {
-            return Ok(None);
+    check(labels, node)?;
+    let mut known = names.len();
+    let mut ids = |walk: &str| -> Result<Vec<LabelId>> {
+        let labels: Vec<&str> = labels.of(node, walk).collect();
+        if labels.len() > most {
+            return Err(Error::usage(format!(
+                "labels name {} streams; a step of this engine has room for {most} tokens \
+                 (max_batch_tokens)",
+                labels.len()
+            )));
         }
-        self.check(node)?;
-        let mut known = names.len();
-        let mut ids = |walk: &str| -> Result<Vec<LabelId>> {
-            let labels: Vec<&str> = self.of(node, walk).collect();
-            if labels.len() > most {
+        known += labels.iter().filter(|label| names.find(label).is_none()).count();
+        if known > MAX_NAMES {
+            return Err(Error::usage(format!(
+                "labels: the requests of this engine have used {MAX_NAMES} names, which is \
+                 the most; use those again"
+            )));
+        }
+        Ok(labels.into_iter().map(|label| LabelId(names.intern(label))).collect())
+    };
+    let labels = StreamLabels { prefill: ids("prefill")?, decode: ids("decode")? };
+    let is_main = |labels: &[LabelId]| labels == [LabelId::MAIN];
+    Ok((!is_main(&labels.prefill) || !is_main(&labels.decode)).then_some(labels))
+}
+
+fn check(labels: &RequestLabels, node: &str) -> Result<()> {
+    let mut nodes = labels.per_node.keys().chain(labels.per_node_walk.keys());
+    if let Some(named) = nodes.find(|n| *n != node) {
+        let hint = suggest::did_you_mean(named, [node]);
+        return Err(Error::usage(format!("labels name node {named:?}{hint}")));
+    }
+    let walks = labels.per_node_walk.values();
+    for walk in walks.clone().flat_map(BTreeMap::keys) {
+        if !["prefill", "decode"].contains(&walk.as_str()) {
+            let hint = suggest::did_you_mean(walk, ["prefill", "decode"]);
+            return Err(Error::usage(format!("labels name walk {walk:?}{hint}")));
+        }
+    }
+    let listed = labels.per_node.values().chain(walks.flat_map(BTreeMap::values));
+    for labels in listed.clone() {
+        if labels.is_empty() {
+            return Err(Error::usage("labels: a node or walk has none; leave it out"));
+        }
+    }
+    for labels in listed.chain([&labels.needed]) {
+        let mut seen = BTreeSet::new();
+        for label in labels {
+            if label.is_empty() || label.len() > 64 {
                 return Err(Error::usage(format!(
-                    "labels name {} streams; a step of this engine has room for {most} tokens \
-                     (max_batch_tokens)",
-                    labels.len()
+                    "labels: {label:?} is not a name of 1 to 64 bytes"
                 )));
             }
-            known += labels.iter().filter(|label| names.find(label).is_none()).count();
-            if known > MAX_NAMES {
-                return Err(Error::usage(format!(
-                    "labels: the requests of this engine have used {MAX_NAMES} names, which is \
-                     the most; use those again"
-                )));
+            if !seen.insert(label) {
+                return Err(Error::usage(format!("labels name {label:?} twice for one step")));
             }
-            Ok(labels.into_iter().map(|label| LabelId(names.intern(label))).collect())
-        };
-        let labels = StreamLabels { prefill: ids("prefill")?, decode: ids("decode")? };
-        let is_main = |labels: &[LabelId]| labels == [LabelId::MAIN];
-        Ok((!is_main(&labels.prefill) || !is_main(&labels.decode)).then_some(labels))
+        }
     }
-
-    fn check(&self, node: &str) -> Result<()> {
-        let mut nodes = self.per_node.keys().chain(self.per_node_walk.keys());
-        if let Some(named) = nodes.find(|n| *n != node) {
-            let hint = suggest::did_you_mean(named, [node]);
-            return Err(Error::usage(format!("labels name node {named:?}{hint}")));
-        }
-        let walks = self.per_node_walk.values();
-        for walk in walks.clone().flat_map(BTreeMap::keys) {
-            if !["prefill", "decode"].contains(&walk.as_str()) {
-                let hint = suggest::did_you_mean(walk, ["prefill", "decode"]);
-                return Err(Error::usage(format!("labels name walk {walk:?}{hint}")));
-            }
-        }
-        let listed = self.per_node.values().chain(walks.flat_map(BTreeMap::values));
-        for labels in listed.clone() {
-            if labels.is_empty() {
-                return Err(Error::usage("labels: a node or walk has none; leave it out"));
-            }
-        }
-        for labels in listed.chain([&self.needed]) {
-            let mut seen = BTreeSet::new();
-            for label in labels {
-                if label.is_empty() || label.len() > 64 {
-                    return Err(Error::usage(format!(
-                        "labels: {label:?} is not a name of 1 to 64 bytes"
-                    )));
-                }
-                if !seen.insert(label) {
-                    return Err(Error::usage(format!("labels name {label:?} twice for one step")));
-                }
-            }
-        }
-        Ok(())
-    }
+    Ok(())
 }
 
 impl StreamLabels {
@@ -142,12 +118,12 @@ mod tests {
         assert_eq!(of(&all, "encoder", "decode"), "a b");
         assert_eq!(of(&RequestLabels::default(), "decoder", "decode"), "main");
         let names = Names::with(["main"]);
-        let found = all.resolve("decoder", 8, &names).unwrap().unwrap();
+        let found = resolve(&all, "decoder", 8, &names).unwrap().unwrap();
         assert_eq!(found.prefill, [LabelId(1)]);
         assert_eq!(found.decode, [LabelId(2), LabelId::MAIN]);
         assert_eq!(found.width(), 2);
-        assert_eq!(labels("{}").resolve("decoder", 8, &names).unwrap(), None);
-        assert_eq!(labels(r#"{"needed": ["main"]}"#).resolve("decoder", 8, &names).unwrap(), None);
+        assert_eq!(resolve(&labels("{}"), "decoder", 8, &names).unwrap(), None);
+        assert_eq!(resolve(&labels(r#"{"needed": ["main"]}"#), "decoder", 8, &names).unwrap(), None);
     }
 
     #[test]
@@ -161,7 +137,7 @@ mod tests {
             (r#"{"needed": [""]}"#, "is not a name"),
             (r#"{"needed": ["a", "b", "c", "d"]}"#, "room for 3 tokens"),
         ] {
-            let e = labels(text).resolve("decoder", 3, &names).unwrap_err().to_string();
+            let e = resolve(&labels(text), "decoder", 3, &names).unwrap_err().to_string();
             assert!(e.contains(said) && !e.contains('\n'), "{text}: {e}");
         }
         assert_eq!(names.len(), 1, "a request that is refused leaves no name");
@@ -170,11 +146,11 @@ mod tests {
             needed: (from..from + 20).map(|i| format!("l{i}")).collect(),
             ..RequestLabels::default()
         };
-        assert!(many(0).resolve("decoder", 64, &names).is_ok());
-        let e = many(20).resolve("decoder", 64, &names).unwrap_err().to_string();
+        assert!(resolve(&many(0), "decoder", 64, &names).is_ok());
+        let e = resolve(&many(20), "decoder", 64, &names).unwrap_err().to_string();
         assert!(e.contains("32 names"), "{e}");
         assert!(
-            many(0).resolve("decoder", 64, &names).is_ok(),
+            resolve(&many(0), "decoder", 64, &names).is_ok(),
             "those there are may be used again"
         );
     }

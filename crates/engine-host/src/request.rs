@@ -1,91 +1,66 @@
 //! A request as the engine keeps it, and what it reports about it.
 
-use std::collections::BTreeMap;
-use std::time::{Duration, Instant};
+use std::fmt;
+use std::time::Instant;
 
+use model::Score;
+pub use model::{FinishReason, GenerateRequest, Token, Usage};
 use resource_api::{LabelId, RequestId};
-use serde_json::{Map, Value};
 
-use crate::labels::{RequestLabels, StreamLabels};
-
-/// What a caller asks for.
-#[derive(Clone, Debug, Default)]
-pub struct GenerateRequest {
-    /// Token ids of the prompt; at least one.
-    pub prompt: Vec<u32>,
-    /// Most tokens to generate; at least 1.
-    pub max_tokens: u32,
-    /// Whether end-of-generation tokens are tokens like any other.
-    pub ignore_eos: bool,
-    /// Further tokens that end the generation.
-    pub stop_token_ids: Vec<u32>,
-    /// How many of the best tokens to report with each generated one.
-    pub logprobs: Option<u32>,
-    /// How long the request may take, waiting included; then it fails and its memory is free within a
-    /// step.
-    pub timeout: Option<Duration>,
-    /// Sampling settings that the request names (`temperature`, `top_k`, ...); they go to the
-    /// sampler of the node, which has defaults for the rest.
-    pub sampling: Map<String, Value>,
-    /// Per-request config of other resources, by resource key.
-    pub overrides: BTreeMap<String, Map<String, Value>>,
-    /// The streams that its tokens go to; default: `main`.
-    pub labels: RequestLabels,
-}
-
-/// Why a request ended.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum FinishReason {
-    /// An end-of-generation or stop token.
-    Stop,
-    /// `max_tokens` or the model's context is used up.
-    Length,
-    /// The caller cancelled.
-    Cancelled,
-}
-
-impl FinishReason {
-    /// As in OpenAI's API.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Stop => "stop",
-            Self::Length => "length",
-            Self::Cancelled => "cancelled",
-        }
-    }
-}
-
-/// One generated token.
-#[derive(Clone, Debug, PartialEq)]
-pub struct Token {
-    /// Its id.
-    pub id: u32,
-    /// Its log-probability under the model's own distribution.
-    pub logprob: f32,
-    /// The best tokens of that position with theirs; empty unless asked for.
-    pub top: Vec<(u32, f32)>,
-}
-
-/// How many tokens a request took.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Usage {
-    /// Tokens of the prompt.
-    pub prompt_tokens: u32,
-    /// Tokens generated.
-    pub completion_tokens: u32,
-    /// Tokens of the prompt that were read from a cache and not computed.
-    pub cached_tokens: u32,
-}
+use crate::error::ErrorKind;
+use crate::labels::StreamLabels;
 
 /// What happened to a request in a step.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Event {
+    /// The prompt's tokens with their log-probabilities, where those were asked for; before any token.
+    /// The first token has none.
+    Prompt(RequestId, Vec<Option<Token>>),
     /// A token was generated.
     Token(RequestId, Token),
     /// The request ended well; it is gone from the engine.
     Finished(RequestId, FinishReason, Usage),
-    /// The request failed, with one line for its caller; it is gone from the engine.
-    Failed(RequestId, String),
+    /// The request failed; it is gone from the engine.
+    Failed(RequestId, Failure),
+}
+
+impl Event {
+    /// The request that it is about.
+    pub fn request(&self) -> RequestId {
+        match self {
+            Self::Prompt(rid, _)
+            | Self::Token(rid, _)
+            | Self::Finished(rid, ..)
+            | Self::Failed(rid, _) => *rid,
+        }
+    }
+}
+
+/// Why a request failed after it was taken in.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Failure {
+    /// Decides the HTTP status.
+    pub kind: ErrorKind,
+    /// One line for the caller.
+    pub message: String,
+}
+
+impl Failure {
+    pub(crate) fn new(kind: ErrorKind, message: impl Into<String>) -> Self {
+        Self { kind, message: message.into() }
+    }
+}
+
+impl From<&crate::Error> for Failure {
+    fn from(e: &crate::Error) -> Self {
+        Self::new(e.kind(), e.to_string())
+    }
+}
+
+impl fmt::Display for Failure {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.message)
+    }
 }
 
 /// A request in the engine.
@@ -109,9 +84,34 @@ pub(crate) struct Tracked {
     pub logprobs: Option<u32>,
     /// Its streams, where they are not `main` alone.
     pub labels: Option<Box<StreamLabels>>,
+    /// Where the log-probabilities of the prompt were asked for and have not been told yet.
+    pub prompt: Option<ScoredPrompt>,
+}
+
+/// Log-probabilities of a prompt's tokens, as far as they are known.
+#[derive(Debug)]
+pub(crate) struct ScoredPrompt {
+    /// How many of the best tokens to report with each.
+    pub top: u32,
+    /// The first token has none.
+    pub tokens: Vec<Option<Token>>,
 }
 
 impl Tracked {
+    /// What is to be scored in a step that computes `in_step` tokens, whose first row is `row`.
+    pub fn scores_of_step(&self, row: usize) -> impl Iterator<Item = Score> {
+        let known = self.prompt.as_ref().map_or(self.prompt_len, |scored| scored.tokens.len());
+        let top = self.prompt.as_ref().map_or(0, |scored| scored.top);
+        // The row of one token tells how likely the next one is.
+        let targets =
+            known.max(self.computed + 1)..(self.computed + self.in_step + 1).min(self.prompt_len);
+        targets.map(move |target| Score {
+            row: (row + target - 1 - self.computed) as u32,
+            target: self.tokens[target],
+            top,
+        })
+    }
+
     pub fn generated(&self) -> usize {
         self.tokens.len() - self.prompt_len
     }
@@ -254,6 +254,7 @@ mod tests {
             stop_token_ids: vec![],
             logprobs: None,
             labels: None,
+            prompt: None,
         }
     }
 

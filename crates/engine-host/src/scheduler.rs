@@ -187,6 +187,7 @@ mod tests {
                     stop_token_ids: vec![],
                     logprobs: None,
                     labels: None,
+                    prompt: None,
                 });
                 scheduler.enqueue(rid);
             }

@@ -65,9 +65,9 @@ fn failures(engine: &mut Engine) -> Vec<String> {
     while !engine.is_idle() {
         for event in engine.step() {
             match event {
-                Event::Failed(_, why) => failed.push(why.clone()),
+                Event::Failed(_, why) => failed.push(why.message.clone()),
                 Event::Finished(..) => panic!("nobody can finish"),
-                Event::Token(..) => {}
+                Event::Token(..) | Event::Prompt(..) => {}
             }
         }
     }
@@ -137,6 +137,7 @@ fn another_thread_cancels_while_steps_run() {
         for event in engine.step() {
             match event {
                 Event::Token(rid, _) => assert_eq!(*rid, keep),
+                Event::Prompt(..) => {}
                 Event::Finished(rid, ..) => finished = *rid == keep,
                 Event::Failed(_, why) => panic!("{why}"),
             }

@@ -63,7 +63,7 @@ fn a_request_whose_time_is_up_fails_alone_and_gives_its_pages_back() {
     let first = engine.step().to_vec();
     let is_late = |e: &Event| {
         matches!(e, Event::Failed(rid, why) if *rid == late
-        && why == "the request's time is up, after 0 tokens")
+        && why.message == "the request's time is up, after 0 tokens")
     };
     assert!(first.iter().any(is_late), "{first:?}");
     let mut tokens = first.iter().filter(|e| matches!(e, Event::Token(..))).count();

@@ -22,7 +22,7 @@ use resource_api::{
 use serde_json::{Map, Value};
 
 use crate::config::ModelConfig;
-use crate::node::{Node, NodeResources, StepInput, StepOutput};
+use crate::node::{Node, NodeResources, Score, StepInput, StepOutput};
 
 mod buffers;
 mod cuda;
@@ -40,6 +40,9 @@ pub use cuda::CudaDecoder;
 
 /// Name of the node in configs.
 pub const NODE: &str = "decoder";
+
+/// Rows of a prompt whose logits are computed together when they are scored.
+const SCORED_AT_ONCE: usize = 16;
 
 /// A decoder with its weights packed for the device.
 pub struct Decoder {
@@ -120,17 +123,23 @@ impl Node for Decoder {
             ResourceError::wrong_state("the decoder has no resources yet: attach them first")
         })?;
         let buffers = &mut *self.lock_buffers();
-        buffers.fit(input.token_ids.len(), input.sample.len())?;
+        let scored_at_once = input.score.len().min(SCORED_AT_ONCE);
+        buffers.fit(input.token_ids.len(), input.sample.len().max(scored_at_once))?;
         buffers.layout.lay_out(input)?;
         if input.token_ids.is_empty() {
             return Ok(());
         }
         let mut pass = Pass { decoder: self, handles, ctx, parallel };
         pass.run_layers(input.token_ids, buffers)?;
-        if input.sample.is_empty() {
+        if buffers.layout.kept_rows.is_empty() {
             return Ok(());
         }
-        pass.sample(input, buffers, out)
+        pass.norm(buffers);
+        pass.score(input, buffers, out)?;
+        match input.sample.is_empty() {
+            true => Ok(()),
+            false => pass.sample(input, buffers, out),
+        }
     }
 }
 
@@ -150,7 +159,7 @@ struct Pass<'a> {
 }
 
 impl Pass<'_> {
-    /// Leaves the hidden states of the sampled rows, and only those, in `buffers.hidden`.
+    /// Leaves the hidden states of the rows to keep, and only those, in `buffers.hidden`.
     fn run_layers(&mut self, token_ids: &[u32], buffers: &mut Buffers) -> Result<()> {
         let Decoder { config, embed, layers, .. } = self.decoder;
         let mut rows = token_ids.len();
@@ -173,14 +182,14 @@ impl Pass<'_> {
                 attention.set_default_label(group.label);
                 let tensors = &mut buffers.attention;
                 self.write_cache(&kv, index as u32, group, tensors)?;
-                // Past the last layer only what is sampled is read.
-                if !(is_last && buffers.layout.sampled_rows.is_empty()) {
+                // Past the last layer only what is kept is read.
+                if !(is_last && buffers.layout.kept_rows.is_empty()) {
                     self.attend(&attention, group, tensors)?;
                 }
             }
             if is_last {
-                buffers.keep_sampled_rows();
-                rows = buffers.layout.sampled_rows.len();
+                buffers.keep_rows();
+                rows = buffers.layout.kept_rows.len();
             }
             layer.finish(config, buffers, rows, self.parallel)?;
         }
@@ -230,18 +239,18 @@ impl Pass<'_> {
         )
     }
 
-    fn sample(
-        &self,
-        input: &StepInput<'_>,
-        buffers: &mut Buffers,
-        out: &mut StepOutput,
-    ) -> Result<()> {
-        let Decoder { config, embed, norm, head, .. } = self.decoder;
-        let rows = input.sample.len();
-        let hidden = buffers.hidden.first(rows);
-        let normed = buffers.normed.first_mut(rows);
+    /// Norms the kept rows.
+    fn norm(&self, buffers: &mut Buffers) {
+        let rows = buffers.layout.kept_rows.len();
+        let (hidden, normed) = (buffers.hidden.first(rows), buffers.normed.first_mut(rows));
+        let Decoder { config, norm, .. } = self.decoder;
         rows::rms_norm(hidden, norm, config.rms_eps, normed, self.parallel);
-        let logits = buffers.logits.first_mut(rows);
+    }
+
+    /// The logits of `rows` kept rows from `first` on, at the front of `buffers.logits`.
+    fn compute_logits(&self, first: usize, rows: usize, buffers: &mut Buffers) -> Result<()> {
+        let Decoder { config, embed, head, .. } = self.decoder;
+        let (normed, logits) = (buffers.normed.range(first, rows), buffers.logits.first_mut(rows));
         head.as_ref()
             .unwrap_or(embed)
             .matmul(normed, rows, logits, &mut buffers.scratch, self.parallel)
@@ -249,6 +258,39 @@ impl Pass<'_> {
         if let Some(cap) = config.logit_softcap {
             rows::soft_cap(logits, cap, self.parallel);
         }
+        Ok(())
+    }
+
+    /// Tells how likely the tokens of a prompt are, a few rows at a time.
+    fn score(
+        &self,
+        input: &StepInput<'_>,
+        buffers: &mut Buffers,
+        out: &mut StepOutput,
+    ) -> Result<()> {
+        let vocab = self.decoder.config.vocab;
+        let mut first = input.sample.len();
+        for scores in input.score.chunks(SCORED_AT_ONCE) {
+            self.compute_logits(first, scores.len(), buffers)?;
+            first += scores.len();
+            let rows = buffers.logits.first(scores.len()).chunks_exact(vocab);
+            for (score, row) in scores.iter().zip(rows) {
+                score_row(&self.handles.sampler, score, row, out)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn sample(
+        &self,
+        input: &StepInput<'_>,
+        buffers: &mut Buffers,
+        out: &mut StepOutput,
+    ) -> Result<()> {
+        let config = &self.decoder.config;
+        let rows = input.sample.len();
+        self.compute_logits(0, rows, buffers)?;
+        let logits = buffers.logits.first_mut(rows);
 
         // First, since sampling may overwrite the logits.
         for (row, &k) in logits.chunks_exact(config.vocab).zip(input.top_logprobs) {
@@ -268,6 +310,33 @@ impl Pass<'_> {
         let mut logits = TensorViewMut::from_slice(logits, &[rows, config.vocab]);
         self.handles.sampler.sample(self.ctx, &out.requests, &mut logits, &mut out.sampled)
     }
+}
+
+/// Tells how likely `score.target` is after a row with these logits.
+fn score_row(
+    sampler: &SamplerHandle,
+    score: &Score,
+    row: &[f32],
+    out: &mut StepOutput,
+) -> Result<()> {
+    let k = row.len().min(score.top.max(1) as usize);
+    let (ids, logprobs) = out.push_score_top(k);
+    let told = sampler.top_logprobs(&TensorView::from_slice(row, &[row.len()]), ids, logprobs);
+    let logprob = match told {
+        // The best token gives away the sum of all.
+        Ok(()) => {
+            let best = f64::from(row[ids[0] as usize]) - f64::from(logprobs[0]);
+            (f64::from(row[score.target as usize]) - best) as f32
+        }
+        Err(e) if e.kind() == ErrorKind::INVALID => {
+            logprobs.fill(f32::NAN);
+            f32::NAN
+        }
+        Err(e) => return Err(e),
+    };
+    out.shorten_score_top(score.top as usize);
+    out.scores.push(logprob);
+    Ok(())
 }
 
 /// Shapes are checked when weights are packed, so an error of a product is a fault of this crate.

@@ -3,7 +3,7 @@
 //! - [`gguf`] reads GGUF files; [`weights`] gives the tensors of a GGUF file or of a Hugging Face
 //!   directory under one set of names; [`config`] gives the architecture's numbers.
 //! - [`tokenizer`] encodes text, [`detok`] turns a stream of ids back into text, [`chat`] renders
-//!   a conversation with the template that came with the model.
+//!   a conversation with the template that came with the model, [`stop`] finds stop strings.
 //! - [`package`] opens all of them from one path.
 //!
 //! Model files come from strangers: every reader here answers a broken file with one line that
@@ -17,9 +17,11 @@ pub mod config;
 pub mod decoder;
 pub mod detok;
 pub mod error;
+pub mod generation;
 pub mod gguf;
 pub mod node;
 pub mod package;
+pub mod stop;
 #[cfg(feature = "testing")]
 pub mod testing;
 pub mod tokenizer;
@@ -33,8 +35,10 @@ pub use config::{
 pub use decoder::{CudaDecoder, Decoder};
 pub use detok::Detokenizer;
 pub use error::{Error, ErrorKind, Result};
+pub use generation::{FinishReason, GenerateRequest, RequestLabels, Token, Usage};
 pub use gguf::Gguf;
-pub use node::{Node, NodeResource, NodeResources, StepInput, StepOutput};
+pub use node::{Node, NodeResource, NodeResources, Score, StepInput, StepOutput};
 pub use package::ModelPackage;
+pub use stop::StopStrings;
 pub use tokenizer::Tokenizer;
 pub use weights::{Tensor, Weights};

@@ -11,7 +11,7 @@ mod resources;
 mod step;
 
 pub use resources::{NodeResource, NodeResources};
-pub use step::{StepInput, StepOutput};
+pub use step::{Score, StepInput, StepOutput};
 
 /// A piece of a model that runs as one forward pass.
 ///

@@ -33,9 +33,11 @@ impl State {
                 })
             })
             .collect();
+        let idle = self.pool.ready() + self.pool.cached() + self.pool.waiting();
         json!({
             "pages": {
                 "total": facts.num_pages,
+                "used": self.pool.usable().saturating_sub(idle),
                 "free": self.pool.ready(),
                 "cached": self.pool.cached(),
                 "peak": self.pool.peak(),

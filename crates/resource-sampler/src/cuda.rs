@@ -9,7 +9,7 @@ use resource_api::{
     TensorView, TensorViewMut,
 };
 
-use crate::draw::Draw;
+use crate::draw::{Draw, Scratch};
 
 /// Kernels and scratch memory.
 #[derive(Debug)]
@@ -115,6 +115,40 @@ impl Cuda {
         };
         for (out, row) in out.iter_mut().zip(sampled) {
             *out = Sampled { token: row.token, status: row.status, logprob: row.logprob };
+        }
+        Ok(())
+    }
+
+    /// Samples the rows with adjustments anew, on the host: few requests have any, and the choice is the
+    /// same from the same logits.
+    ///
+    /// # Errors
+    /// `INTERNAL` when the logits cannot be read.
+    pub(crate) fn sample_adjusted<'d>(
+        &self,
+        draw: impl Fn(usize) -> Draw<'d>,
+        logits: &TensorView<'_>,
+        out: &mut [Sampled],
+        scratch: &mut Scratch,
+    ) -> Result<()> {
+        if (0..out.len()).all(|i| draw(i).adjust.is_none()) {
+            return Ok(());
+        }
+        let rows = self.read(logits)?;
+        let model = match &self.state().model {
+            Some((model, _)) => Some(self.read(&model.view(&[out.len(), self.vocabulary])?)?),
+            None => None,
+        };
+        let model = model.as_ref().unwrap_or(&rows);
+        let row = |all: &'_ [f32], i: usize| {
+            i * self.vocabulary..((i + 1) * self.vocabulary).min(all.len())
+        };
+        for (i, out) in out.iter_mut().enumerate() {
+            let draw = draw(i);
+            if draw.adjust.is_some() {
+                let (model, rows) = (&model[row(model, i)], &rows[row(&rows, i)]);
+                *out = crate::draw::draw(model, rows, &draw, scratch);
+            }
         }
         Ok(())
     }

@@ -2,6 +2,7 @@
 
 use resource_api::{ResourceError, Result, Sampled};
 
+use crate::adjust::Adjustments;
 use crate::params::SamplingParams;
 use crate::philox::random_bits;
 use crate::row::{Best, UNITS, Weights, log_sum, share, units};
@@ -18,6 +19,8 @@ pub struct Draw<'a> {
     pub seen: Option<&'a Seen>,
     /// Tokens under the penalty that are not in `seen` yet.
     pub fresh: &'a [u32],
+    /// What the request adds to its logits, if anything.
+    pub adjust: Option<&'a Adjustments>,
 }
 
 /// Memory that rows are worked on in, kept from one to the next.
@@ -43,11 +46,21 @@ pub fn draw(model: &[f32], row: &[f32], draw: &Draw<'_>, scratch: &mut Scratch) 
 }
 
 fn token(row: &[f32], draw: &Draw<'_>, scratch: &mut Scratch) -> Option<u32> {
-    let Some(seen) = draw.seen else { return choose(row, draw, scratch) };
+    if draw.seen.is_none() && draw.adjust.is_none() {
+        return choose(row, draw, scratch);
+    }
     let mut penalised = std::mem::take(&mut scratch.penalised);
     penalised.clear();
     penalised.extend_from_slice(row);
-    penalise(&mut penalised, seen, draw.fresh, draw.params.repetition_penalty);
+    if let Some(adjust) = draw.adjust {
+        adjust.add_bias(&mut penalised);
+    }
+    if let Some(seen) = draw.seen {
+        penalise(&mut penalised, seen, draw.fresh, draw.params.repetition_penalty);
+    }
+    if let Some(adjust) = draw.adjust {
+        adjust.finish(&mut penalised, draw.position);
+    }
     let token = choose(&penalised, draw, scratch);
     scratch.penalised = penalised;
     token

@@ -1,7 +1,8 @@
 //! Kind `sampler`: from logits to tokens.
 //!
 //! A row goes through, in this order: the logits processors that resources built later offer, in
-//! build order; the repetition penalty; temperature; top-k; top-p over what top-k left; min-p over
+//! build order; the request's biases; the repetition penalty; presence and frequency penalties, and minus
+//! infinity for tokens that may not come yet (`min_tokens`); temperature; top-k; top-p over what top-k left; min-p over
 //! what top-p left. Of the tokens that are left one is drawn, by one random number, along the tokens
 //! in the order of their ids. At temperature 0 the best token is taken, of equals the smallest id.
 //!
@@ -17,6 +18,7 @@
 
 #![forbid(unsafe_code)]
 
+mod adjust;
 mod cuda;
 mod draw;
 mod params;

@@ -1,8 +1,11 @@
 //! How one request wants to be sampled.
 
+use std::collections::BTreeMap;
+
 use resource_api::{RequestOverrides, ResourceError, Result};
 use serde::{Deserialize, Deserializer};
 
+use crate::adjust::Adjustments;
 use crate::spec::SamplerSpec;
 
 /// The per-request config, checked and in the form that sampling uses.
@@ -39,6 +42,13 @@ struct Config {
     #[serde(deserialize_with = "any_integer")]
     seed: u64,
     choice: u32,
+    presence_penalty: f64,
+    frequency_penalty: f64,
+    /// By token id.
+    logit_bias: BTreeMap<u32, f64>,
+    min_tokens: u32,
+    /// The tokens that `min_tokens` keeps away.
+    end_token_ids: Vec<u32>,
 }
 
 impl Default for Config {
@@ -52,6 +62,11 @@ impl Default for Config {
             _ignore_eos: false,
             seed: 0,
             choice: 0,
+            presence_penalty: 0.0,
+            frequency_penalty: 0.0,
+            logit_bias: BTreeMap::new(),
+            min_tokens: 0,
+            end_token_ids: Vec::new(),
         }
     }
 }
@@ -86,7 +101,10 @@ impl SamplingParams {
     ///
     /// # Errors
     /// `INVALID` naming the field and its value.
-    pub fn read(overrides: &RequestOverrides<'_>, spec: &SamplerSpec) -> Result<Self> {
+    pub fn read(
+        overrides: &RequestOverrides<'_>,
+        spec: &SamplerSpec,
+    ) -> Result<(Self, Option<Adjustments>)> {
         let config = overrides.parse::<Config>()?.unwrap_or_default();
         let in_f32 = |x: f64| (x as f32).is_finite();
         check("temperature", config.temperature, "0 or above", |t| t >= 0.0 && in_f32(t))?;
@@ -104,8 +122,9 @@ impl SamplingParams {
         if config.min_p != 0.0 && !spec.enable_min_p {
             return Err(switched_off("min_p", config.min_p));
         }
+        let adjustments = adjustments(&config, spec)?;
         let vocabulary = i64::from(spec.vocab_size);
-        Ok(Self {
+        let params = Self {
             temperature: config.temperature as f32,
             top_k: if config.top_k >= vocabulary { 0 } else { config.top_k.max(0) as u32 },
             // A small top_p must not be rounded to nothing.
@@ -114,13 +133,40 @@ impl SamplingParams {
             repetition_penalty: config.repetition_penalty as f32,
             seed: config.seed,
             choice: config.choice,
-        })
+        };
+        Ok((params, adjustments))
     }
 
     /// Whether the request has a repetition penalty.
     pub fn is_penalised(&self) -> bool {
         self.repetition_penalty != 1.0
     }
+}
+
+fn adjustments(config: &Config, spec: &SamplerSpec) -> Result<Option<Adjustments>> {
+    let in_range = |x: f64| (-2.0..=2.0).contains(&x);
+    check("presence_penalty", config.presence_penalty, "from -2 to 2", in_range)?;
+    check("frequency_penalty", config.frequency_penalty, "from -2 to 2", in_range)?;
+    let known = |token: u32| match token < spec.vocab_size {
+        true => Ok(()),
+        false => {
+            let rule = format!("about token ids below {}", spec.vocab_size);
+            Err(invalid("logit_bias", token, &rule))
+        }
+    };
+    for (&token, &bias) in &config.logit_bias {
+        known(token)?;
+        check("logit_bias", bias, "from -100 to 100", |x| (-100.0..=100.0).contains(&x))?;
+    }
+    let adjustments = Adjustments {
+        bias: config.logit_bias.iter().map(|(&token, &bias)| (token, bias as f32)).collect(),
+        presence_penalty: config.presence_penalty as f32,
+        frequency_penalty: config.frequency_penalty as f32,
+        min_tokens: config.min_tokens,
+        end_token_ids: config.end_token_ids.clone(),
+        ..Adjustments::default()
+    };
+    Ok((!adjustments.is_none()).then_some(adjustments))
 }
 
 fn check(name: &str, value: f64, rule: &str, holds: impl Fn(f64) -> bool) -> Result<()> {

@@ -5,6 +5,7 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering::Relaxed};
 
 use resource_api::{RequestId, ResourceError, Result, StepId};
 
+use crate::adjust::Adjustments;
 use crate::params::SamplingParams;
 use crate::seen::Seen;
 
@@ -27,6 +28,8 @@ pub struct Request {
     discarded: AtomicU64,
     /// Kept for those with a repetition penalty.
     pub seen: Option<Arc<Seen>>,
+    /// Of those that have any.
+    pub adjust: Option<Arc<Adjustments>>,
 }
 
 impl Request {
@@ -50,13 +53,19 @@ impl Request {
         if let Some(seen) = &self.seen {
             seen.extend(&[token]);
         }
+        if let Some(adjust) = &self.adjust {
+            adjust.count(token);
+        }
     }
 
     /// Takes on what another worker knows, unless this one is further.
-    pub fn catch_up(&self, position: u32, seen: &[u32]) {
+    pub fn catch_up(&self, position: u32, seen: &[u32], counts: &[(u32, u32)]) {
         self.position.fetch_max(position, Relaxed);
         if let Some(own) = &self.seen {
             own.extend(seen);
+        }
+        if let Some(adjust) = &self.adjust {
+            adjust.catch_up(counts);
         }
     }
 }
@@ -67,6 +76,7 @@ pub struct Requests {
     slots: Vec<Option<Request>>,
     versions: u64,
     penalised: usize,
+    adjusted: usize,
 }
 
 impl Requests {
@@ -92,12 +102,18 @@ impl Requests {
         self.penalised > 0
     }
 
+    /// Whether any live request has adjustments.
+    pub fn any_adjusted(&self) -> bool {
+        self.adjusted > 0
+    }
+
     /// Takes a request on. One that is live already stays as it is.
     pub fn insert(
         &mut self,
         rid: RequestId,
         params: SamplingParams,
         seen: Option<Arc<Seen>>,
+        adjust: Option<Arc<Adjustments>>,
     ) -> Result<()> {
         if rid.index() >= MAX_REQUESTS {
             return Err(ResourceError::invalid(format!(
@@ -120,6 +136,7 @@ impl Requests {
         }
         self.versions += 1;
         self.penalised += usize::from(seen.is_some());
+        self.adjusted += usize::from(adjust.is_some());
         let old = self.slots[rid.index()].replace(Request {
             generation: rid.generation,
             position: AtomicU32::new(0),
@@ -127,6 +144,7 @@ impl Requests {
             params,
             discarded: AtomicU64::new(NONE),
             seen,
+            adjust,
         });
         self.forget(old);
         Ok(())
@@ -152,7 +170,8 @@ impl Requests {
     }
 
     fn forget(&mut self, old: Option<Request>) {
-        let penalised = old.is_some_and(|r| r.seen.is_some());
-        self.penalised -= usize::from(penalised);
+        let Some(old) = old else { return };
+        self.penalised -= usize::from(old.seen.is_some());
+        self.adjusted -= usize::from(old.adjust.is_some());
     }
 }

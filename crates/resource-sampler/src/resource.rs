@@ -10,6 +10,7 @@ use resource_api::{
     StepContext, TensorView, TensorViewMut, WalkId,
 };
 
+use crate::adjust::Adjustments;
 use crate::cuda::Cuda;
 use crate::draw::{Draw, Scratch, draw, top_logprobs};
 use crate::params::SamplingParams;
@@ -42,6 +43,8 @@ struct Batch {
     /// The model's logits, where processors change them.
     model: Vec<f32>,
     seen: Vec<Option<Arc<Seen>>>,
+    /// Empty where no live request has any.
+    adjust: Vec<Option<Arc<Adjustments>>>,
 }
 
 impl ResourceKind for Sampler {
@@ -114,6 +117,7 @@ impl Resource for Sampler {
         serde_json::json!({
             "requests": requests.len(),
             "any_penalised": requests.any_penalised(),
+            "any_adjusted": requests.any_adjusted(),
             "logits_processors": self.processors.read().map_or(0, |p| p.len()),
         })
         .to_string()
@@ -149,13 +153,13 @@ impl Resource for Sampler {
         if rid.is_padding() || self.requests().get(rid).is_some() {
             return Ok(());
         }
-        let params = SamplingParams::read(overrides, &self.spec)?;
+        let (params, adjust) = SamplingParams::read(overrides, &self.spec)?;
         let seen = params.is_penalised().then(|| {
             let seen = Seen::new(self.spec.vocab_size);
             seen.extend(overrides.prompt());
             Arc::new(seen)
         });
-        self.requests_mut().insert(rid, params, seen)
+        self.requests_mut().insert(rid, params, seen, adjust.map(Arc::new))
     }
 
     fn admit_retrieve(
@@ -172,7 +176,7 @@ impl Resource for Sampler {
         };
         self.requests_mut().reseed(rid, state.seed, state.choice);
         if let Some(request) = self.requests().get(rid) {
-            request.catch_up(state.position, &state.seen);
+            request.catch_up(state.position, &state.seen, &state.counts);
         }
         Ok(AdmitOutcome::OK)
     }
@@ -252,8 +256,9 @@ impl resource_api::Sampler for Sampler {
             )));
         }
         let mut batch = self.batch();
-        let Batch { model, seen } = &mut *batch;
+        let Batch { model, seen, adjust } = &mut *batch;
         self.find_seen(plan, rids, seen)?;
+        self.find_adjustments(rids, adjust);
         let how = |i: usize| {
             // Checked by `find_seen`.
             let seat = plan::planned_seat(plan, rids[i]).unwrap_or_default();
@@ -262,6 +267,7 @@ impl resource_api::Sampler for Sampler {
                 position: plan.position[seat],
                 seen: seen[i].as_deref(),
                 fresh: if seen[i].is_some() { plan::fresh(plan, seat) } else { &[] },
+                adjust: adjust.get(i).and_then(Option::as_deref),
             }
         };
         let processors = self.processors.read().unwrap_or_else(PoisonError::into_inner);
@@ -270,7 +276,9 @@ impl resource_api::Sampler for Sampler {
                 processors.iter().try_for_each(|p| p.process(ctx, rids, logits))
             };
             let process = (!processors.is_empty()).then_some(process);
-            return cuda.sample(ctx, how, logits, process, out);
+            cuda.sample(ctx, how, logits, process, out)?;
+            let mut scratch = Scratch::default();
+            return cuda.sample_adjusted(how, &logits.view(), out, &mut scratch);
         }
         let width = row_width(logits, rids.len(), vocabulary)?;
         if !processors.is_empty() {
@@ -346,6 +354,18 @@ impl Sampler {
             }
         }
         Ok(())
+    }
+}
+
+impl Sampler {
+    /// What each request adds to its logits. Held by itself, as what it has seen is.
+    fn find_adjustments(&self, rids: &[RequestId], adjust: &mut Vec<Option<Arc<Adjustments>>>) {
+        adjust.clear();
+        let requests = self.requests();
+        if requests.any_adjusted() {
+            let of = |rid: &RequestId| requests.get(*rid).and_then(|r| r.adjust.clone());
+            adjust.extend(rids.iter().map(of));
+        }
     }
 }
 

@@ -289,7 +289,8 @@ impl Bench {
                     return Err(Error::new(ErrorKind::Internal, message));
                 }
                 Event::Finished(..) => {}
-                Event::Failed(_, why) => return Err(Error::new(ErrorKind::Internal, why.clone())),
+                Event::Prompt(..) => {}
+                Event::Failed(_, why) => return Err(Error::new(why.kind, why.message.clone())),
             }
         }
         Ok(made)

@@ -6,7 +6,7 @@ use std::io::{IsTerminal, Write};
 use std::process::ExitCode;
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
-use model::Detokenizer;
+use model::{Detokenizer, StopStrings};
 use resource_api::RequestId;
 use serde_json::{Map, Value, json};
 
@@ -14,7 +14,7 @@ use super::jobs::{self, Job};
 use super::report::{self, Outcome};
 use super::{ConfigArg, GenerateArgs};
 use crate::error::{Error, ErrorKind, Result};
-use crate::request::Event;
+use crate::request::{Event, FinishReason};
 use crate::setup::{self, Loaded};
 
 /// Loads, runs, prints.
@@ -95,10 +95,11 @@ fn run_single(loaded: &mut Loaded, fields: Map<String, Value>, tell: bool) -> Re
     while !loaded.engine.is_idle() {
         for event in loaded.engine.step() {
             let piece = match event {
+                Event::Prompt(..) => String::new(),
                 Event::Token(_, token) => text.push(token.id),
                 Event::Finished(..) => text.flush(),
-                Event::Failed(_, message) => {
-                    failure = Some(Error::new(ErrorKind::Internal, message.clone()));
+                Event::Failed(_, why) => {
+                    failure = Some(Error::new(why.kind, why.message.clone()));
                     text.flush()
                 }
             };
@@ -117,7 +118,14 @@ struct Slot {
     id: Value,
     outcome: Outcome,
     logprobs: bool,
+    min_tokens: usize,
     done: bool,
+}
+
+/// The text of a request on its way.
+struct Text {
+    detokenizer: Detokenizer,
+    stop: StopStrings,
 }
 
 /// Runs all requests as one batch. Results come in the order of the input, each as soon as it and
@@ -129,16 +137,19 @@ fn run_batch(
     tell: bool,
 ) -> Result<ExitCode> {
     let tokenizer = loaded.model.tokenizer.clone();
-    let mut running: HashMap<RequestId, (usize, Detokenizer)> = HashMap::new();
+    let mut running: HashMap<RequestId, (usize, Text)> = HashMap::new();
     let mut slots = Vec::with_capacity(jobs.len());
     for (at, mut job) in jobs.into_iter().enumerate() {
         let request = std::mem::replace(&mut job.request, Ok(Default::default()));
         let mut outcome = Outcome::default();
-        let mut logprobs = false;
+        let (mut logprobs, mut min_tokens) = (false, 0);
         let submitted = request.and_then(|request| {
             outcome.prompt_ids.clone_from(&request.prompt);
             logprobs = request.logprobs.is_some();
-            let text = Detokenizer::after(tokenizer.clone(), true, &request.prompt);
+            min_tokens = request.min_tokens as usize;
+            let detokenizer = Detokenizer::after(tokenizer.clone(), true, &request.prompt);
+            let stop = StopStrings::new(std::mem::take(&mut job.stop), false);
+            let text = Text { detokenizer, stop };
             loaded.engine.submit(request).map(|rid| (rid, text))
         });
         let done = submitted.is_err();
@@ -148,7 +159,7 @@ fn run_batch(
             }
             Err(e) => outcome.error = Some(job.error(&e)),
         }
-        slots.push(Slot { id: job.id, outcome, logprobs, done });
+        slots.push(Slot { id: job.id, outcome, logprobs, min_tokens, done });
     }
     let bar = progress(slots.len() as u64);
     bar.set_position((slots.len() - running.len()) as u64);
@@ -162,24 +173,39 @@ fn run_batch(
         if loaded.engine.is_idle() {
             break;
         }
-        for event in loaded.engine.step() {
-            let (Event::Token(rid, _) | Event::Finished(rid, ..) | Event::Failed(rid, _)) = event;
-            let Some((at, text)) = running.get_mut(rid) else { continue };
+        for event in loaded.engine.step().to_vec() {
+            let rid = event.request();
+            let Some((at, text)) = running.get_mut(&rid) else { continue };
             let slot = &mut slots[*at];
             match event {
-                Event::Token(_, token) => {
-                    slot.outcome.text.push_str(&text.push(token.id));
-                    slot.outcome.tokens.push(token.clone());
+                Event::Prompt(_, tokens) => {
+                    slot.outcome.prompt_tokens = tokens;
                     continue;
                 }
-                Event::Finished(_, reason, usage) => {
-                    slot.outcome.text.push_str(&text.flush());
-                    slot.outcome.finish = Some((*reason, *usage));
+                Event::Token(_, token) => {
+                    let piece = text.detokenizer.push(token.id);
+                    slot.outcome.tokens.push(token);
+                    let is_early = slot.outcome.tokens.len() <= slot.min_tokens;
+                    let certain =
+                        if is_early { text.stop.pass(&piece) } else { text.stop.push(&piece) };
+                    slot.outcome.text.push_str(&certain);
+                    // An end that the engine does not know of, unless it has ended the request just now.
+                    let found = text.stop.found().and_then(|_| loaded.engine.usage_of(rid));
+                    let Some(usage) = found else { continue };
+                    loaded.engine.cancel(rid);
+                    slot.outcome.finish = Some((FinishReason::Stop, usage));
                 }
-                Event::Failed(_, message) => slot.outcome.error = Some(message.clone()),
+                Event::Finished(_, reason, usage) => {
+                    let rest = text.detokenizer.flush();
+                    slot.outcome.text.push_str(&text.stop.push(&rest));
+                    slot.outcome.text.push_str(&text.stop.flush());
+                    let stopped = text.stop.found().map(|_| FinishReason::Stop);
+                    slot.outcome.finish = Some((stopped.unwrap_or(reason), usage));
+                }
+                Event::Failed(_, why) => slot.outcome.error = Some(why.message),
             }
             slot.done = true;
-            running.remove(rid);
+            running.remove(&rid);
             bar.inc(1);
         }
         explain(loaded, tell);

@@ -13,18 +13,30 @@ use crate::request::GenerateRequest;
 use crate::suggest;
 
 /// Fields that go to the sampler.
-const SAMPLING: [&str; 6] =
-    ["temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed"];
+const SAMPLING: [&str; 9] = [
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "logit_bias",
+    "seed",
+];
 /// All others.
-const OWN: [&str; 13] = [
+const OWN: [&str; 16] = [
     "id",
     "prompt",
     "messages",
     "prompt_ids",
     "parse_special",
     "max_tokens",
+    "min_tokens",
     "ignore_eos",
     "logprobs",
+    "prompt_logprobs",
+    "stop",
     "stop_token_ids",
     "timeout",
     "tools",
@@ -39,6 +51,8 @@ pub struct Job {
     pub id: Value,
     /// What to run, or why it cannot.
     pub request: Result<GenerateRequest>,
+    /// Texts that end the answer, and are no part of it.
+    pub stop: Vec<String>,
     /// Its line in the file, from 1.
     line: usize,
 }
@@ -65,16 +79,17 @@ pub fn read_file(
     let lines = bytes.split(|&b| b == b'\n').enumerate();
     let blank = |line: &[u8]| line.iter().all(u8::is_ascii_whitespace);
     let jobs = lines.filter(|(_, line)| !blank(line)).enumerate().map(|(at, (number, line))| {
-        let mut id = Value::from(at);
+        let (mut id, mut stop) = (Value::from(at), Vec::new());
         let request = parse_line(line).and_then(|mut fields| {
             if let Some(own) = fields.remove("id") {
                 id = own;
             }
             let mut all = defaults.clone();
             all.extend(fields);
+            stop = stops(&all)?;
             request(all, model)
         });
-        Job { id, request, line: number + 1 }
+        Job { id, request, stop, line: number + 1 }
     });
     Ok(jobs.collect())
 }
@@ -109,9 +124,11 @@ pub fn request(fields: Map<String, Value>, model: &ModelPackage) -> Result<Gener
     let mut request = GenerateRequest {
         prompt: prompt(&fields, model)?,
         max_tokens: number(&fields, "max_tokens")?.unwrap_or(256),
+        min_tokens: number(&fields, "min_tokens")?.unwrap_or(0),
         ignore_eos: field(&fields, "ignore_eos", "true or false", Value::as_bool)?.unwrap_or(false),
         stop_token_ids: ids(&fields, "stop_token_ids")?.unwrap_or_default(),
         logprobs: number(&fields, "logprobs")?,
+        prompt_logprobs: number(&fields, "prompt_logprobs")?,
         timeout: field(&fields, "timeout", "seconds above 0", |v| {
             v.as_f64().filter(|&s| s > 0.0).and_then(|s| Duration::try_from_secs_f64(s).ok())
         })?,
@@ -175,6 +192,16 @@ fn prompt(fields: &Map<String, Value>, model: &ModelPackage) -> Result<Vec<u32>>
         }
         _ => Ok(ids(fields, name)?.unwrap_or_default()),
     }
+}
+
+/// `stop`: a text, or an array of texts.
+fn stops(fields: &Map<String, Value>) -> Result<Vec<String>> {
+    let stops = field(fields, "stop", "a string or an array of strings", |v| match v {
+        Value::String(stop) => Some(vec![stop.clone()]),
+        Value::Array(list) => list.iter().map(|v| v.as_str().map(str::to_owned)).collect(),
+        _ => None,
+    })?;
+    Ok(stops.unwrap_or_default())
 }
 
 fn ids(fields: &Map<String, Value>, name: &str) -> Result<Option<Vec<u32>>> {

@@ -13,6 +13,8 @@ use crate::request::{FinishReason, Token, Usage};
 pub struct Outcome {
     /// The prompt as it was run.
     pub prompt_ids: Vec<u32>,
+    /// The prompt's tokens with their log-probabilities, where they were asked for.
+    pub prompt_tokens: Vec<Option<Token>>,
     /// What was generated.
     pub tokens: Vec<Token>,
     /// Its text, without control tokens.
@@ -45,6 +47,10 @@ pub fn line(id: &Value, outcome: &Outcome, logprobs: bool) -> Value {
             "cached_tokens": usage.cached_tokens,
         }),
     );
+    if !outcome.prompt_tokens.is_empty() {
+        let known = |t: &Option<Token>| t.as_ref().map_or(Value::Null, token);
+        fields.insert("prompt_logprobs".into(), outcome.prompt_tokens.iter().map(known).collect());
+    }
     if logprobs {
         fields.insert("logprobs".into(), outcome.tokens.iter().map(token).collect());
     }

@@ -76,6 +76,7 @@ impl Engine {
             token_ids: &live.step().token_ids,
             sample: &[],
             top_logprobs: &[],
+            score: &[],
         };
         let (output, pool) = (&mut self.output, self.services.pool());
         let captured = self.node.forward(&live.capturing_ctx(), &input, output, pool);

@@ -8,7 +8,8 @@ use serde_json::{Map, Value};
 
 use super::Engine;
 use crate::error::{Error, ErrorKind, Result};
-use crate::request::{GenerateRequest, Tracked};
+use crate::labels;
+use crate::request::{GenerateRequest, ScoredPrompt, Tracked};
 use crate::resources::ResourceSet;
 
 /// The kind that a request's sampling settings go to.
@@ -22,11 +23,12 @@ impl Engine {
     ///
     /// # Errors
     /// A request that is wrong, or that could never fit, with the limit; nothing is left over.
-    pub fn submit(&mut self, request: GenerateRequest) -> Result<RequestId> {
+    pub fn submit(&mut self, mut request: GenerateRequest) -> Result<RequestId> {
         self.check_running()?;
         let room = self.check(&request)?;
         let most = self.limits.max_batch_tokens as usize;
-        let labels = request.labels.resolve(self.node.name(), most, &self.services.labels)?;
+        let labels = labels::resolve(&request.labels, self.node.name(), most, &self.services.labels)?;
+        self.hold_off_the_end(&mut request);
         let rid = self.requests.next_id();
         let max_tokens = request.max_tokens.min(room);
         if let Err(e) = self.ingest(rid, &request, max_tokens) {
@@ -53,9 +55,21 @@ impl Engine {
             stop_token_ids: request.stop_token_ids,
             logprobs: request.logprobs,
             labels: labels.map(Box::new),
+            prompt: request.prompt_logprobs.map(|top| ScoredPrompt { top, tokens: vec![None] }),
         });
         self.scheduler.enqueue(rid);
         Ok(rid)
+    }
+
+    /// Tells the sampler which tokens may not come before `min_tokens`.
+    fn hold_off_the_end(&self, request: &mut GenerateRequest) {
+        if request.min_tokens == 0 {
+            return;
+        }
+        let eos = self.model.eos.iter().filter(|_| !request.ignore_eos);
+        let ends: Vec<u32> = eos.chain(&request.stop_token_ids).copied().collect();
+        request.sampling.insert("min_tokens".into(), request.min_tokens.into());
+        request.sampling.insert("end_token_ids".into(), ends.into());
     }
 
     /// Checks what needs no resource, and answers how many tokens may be generated at most.
@@ -80,9 +94,25 @@ impl Engine {
                  max_model_len = {max_len}"
             )));
         }
+        if request.min_tokens > request.max_tokens {
+            return Err(Error::usage(format!(
+                "min_tokens = {} is more than max_tokens = {}",
+                request.min_tokens, request.max_tokens
+            )));
+        }
+        if let Some(id) = request.stop_token_ids.iter().find(|&&id| id as usize >= self.model.vocab)
+        {
+            return Err(Error::usage(format!(
+                "stop_token_ids has token id {id}; ids of this model are below {}",
+                self.model.vocab
+            )));
+        }
         let most = self.model.vocab.min(MAX_LOGPROBS as usize);
-        if let Some(k) = request.logprobs.filter(|&k| k as usize > most) {
-            return Err(Error::usage(format!("logprobs must be at most {most}, got {k}")));
+        let asked = [("logprobs", request.logprobs), ("prompt_logprobs", request.prompt_logprobs)];
+        for (name, k) in asked {
+            if let Some(k) = k.filter(|&k| k as usize > most) {
+                return Err(Error::usage(format!("{name} must be at most {most}, got {k}")));
+            }
         }
         Ok((max_len - len) as u32)
     }
@@ -149,8 +179,9 @@ pub(super) fn skip_cached_prefix(
         return Ok(());
     }
     request.prefix_resolved = true;
-    // What is kept was written under `main`; the other streams would begin too late.
-    if request.labels.is_some() {
+    // What is kept was written under `main`; the other streams would begin too late. And what is
+    // skipped gives no logits.
+    if request.labels.is_some() || request.prompt.is_some() {
         return Ok(());
     }
     let rid = request.rid;
@@ -281,6 +312,7 @@ mod tests {
             stop_token_ids: Vec::new(),
             logprobs: None,
             labels: None,
+            prompt: None,
         }
     }
 

@@ -6,6 +6,8 @@ use std::time::{Duration, Instant};
 use resource_api::{FailureReason, HostServices, LabelId, RequestId, Resource};
 
 use super::Engine;
+use crate::error::ErrorKind;
+use crate::request::Failure;
 use crate::runner::FullAdmitOutcome;
 
 /// How long a step may wait for a resource while nothing else can run.
@@ -90,14 +92,17 @@ impl Engine {
         };
         let message = format!("resource `{}`: {}", refusal.resource, refusal.message);
         let (remedy, again) = match refusal.reason {
-            FailureReason::RUNTIME_ERROR => self.fail_culprit(refusal.request, &message),
+            FailureReason::RUNTIME_ERROR => {
+                self.fail_culprit(refusal.request, &Failure::new(ErrorKind::Internal, message))
+            }
             FailureReason::ALLOCATION_FAILED => match self.scheduler.give_way() {
                 Some(rid) => {
                     self.preempt(rid);
                     (Remedy::GaveWay(rid), true)
                 }
                 None => {
-                    self.fail_turns(&format!("{message}, though nothing else runs"));
+                    let message = format!("{message}, though nothing else runs");
+                    self.fail_turns(&Failure::new(ErrorKind::Exhausted, message));
                     (Remedy::Failed, true)
                 }
             },
@@ -110,17 +115,17 @@ impl Engine {
         again
     }
 
-    fn fail_culprit(&mut self, culprit: RequestId, message: &str) -> (Remedy, bool) {
+    fn fail_culprit(&mut self, culprit: RequestId, why: &Failure) -> (Remedy, bool) {
         match self.turns.iter().any(|t| t.rid == culprit) {
-            true => self.fail(culprit, message),
-            false => self.fail_turns(message),
+            true => self.fail(culprit, why),
+            false => self.fail_turns(why),
         }
         (Remedy::Failed, true)
     }
 
-    fn fail_turns(&mut self, message: &str) {
+    fn fail_turns(&mut self, why: &Failure) {
         let rids: Vec<_> = self.turns.iter().map(|t| t.rid).collect();
-        self.fail_all(&rids, message);
+        self.fail_all(&rids, why);
     }
 
     /// Leaves a request that has to wait out of this step, and says whether the rest may be tried. When
@@ -136,7 +141,8 @@ impl Engine {
             return (Remedy::Retried, false);
         }
         self.stalled = None;
-        self.fail_turns(&format!("{message}, for {} seconds", MAX_STALL.as_secs()));
+        let message = format!("{message}, for {} seconds", MAX_STALL.as_secs());
+        self.fail_turns(&Failure::new(ErrorKind::Exhausted, message));
         (Remedy::Failed, true)
     }
 
@@ -171,7 +177,8 @@ impl Engine {
             .map(|r| (r.rid, r.generated()))
             .collect();
         for (rid, generated) in late {
-            self.fail(rid, &format!("the request's time is up, after {generated} tokens"));
+            let message = format!("the request's time is up, after {generated} tokens");
+            self.fail(rid, &Failure::new(ErrorKind::Timeout, message));
         }
         self.next_deadline = self.requests.iter().filter_map(|r| r.deadline).min();
     }

@@ -8,6 +8,7 @@ use resource_api::RequestId;
 
 use super::Engine;
 use crate::error::{Error, ErrorKind, Result};
+use crate::request::Failure;
 use crate::watch::{ResourceUsage, Watchdog};
 
 /// What happens when a resource has panicked and so is out of use.
@@ -99,8 +100,13 @@ impl Engine {
         );
         tracing::error!("{message}");
         let all: Vec<RequestId> = self.requests.iter().map(|r| r.rid).collect();
-        self.fail_all(&all, &message);
+        self.fail_all(&all, &Failure::new(ErrorKind::Unavailable, message.clone()));
         self.stopped = Some(message);
+    }
+
+    /// Why the engine takes no more requests, if so.
+    pub fn stopped(&self) -> Option<&str> {
+        self.stopped.as_deref()
     }
 
     /// Fails once the engine has stopped.

@@ -75,6 +75,7 @@ pub fn greedy(prompt: Vec<u32>, max_tokens: u32) -> GenerateRequest {
 /// What came of a request.
 #[derive(Debug, Default, PartialEq)]
 pub struct Done {
+    pub prompt: Vec<Option<Token>>,
     pub tokens: Vec<Token>,
     pub end: Option<(FinishReason, Usage)>,
     pub failure: Option<String>,
@@ -105,12 +106,13 @@ pub fn run(engine: &mut Engine, requests: Vec<GenerateRequest>) -> Vec<Done> {
 
 /// Adds an event to what has come of `rids`; other requests' events are left out.
 pub fn take_event(rids: &[RequestId], done: &mut [Done], event: &Event) {
-    let (Event::Token(rid, _) | Event::Finished(rid, ..) | Event::Failed(rid, _)) = event;
+    let rid = &event.request();
     let Some(at) = rids.iter().position(|r| r == rid) else { return };
     match event {
+        Event::Prompt(_, tokens) => done[at].prompt = tokens.clone(),
         Event::Token(_, token) => done[at].tokens.push(token.clone()),
         Event::Finished(_, reason, usage) => done[at].end = Some((*reason, *usage)),
-        Event::Failed(_, message) => done[at].failure = Some(message.clone()),
+        Event::Failed(_, why) => done[at].failure = Some(why.message.clone()),
     }
 }
 

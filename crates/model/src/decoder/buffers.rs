@@ -50,8 +50,13 @@ impl Rows {
         &mut self.values[first * self.width..][..rows * self.width]
     }
 
-    /// Moves the rows of these ascending indices to the front.
+    /// Moves the rows of these indices to the front.
     fn gather(&mut self, rows: &[usize]) {
+        if !rows.is_sorted() {
+            let moved: Vec<f32> =
+                rows.iter().flat_map(|&row| self.range(row, 1)).copied().collect();
+            return self.first_mut(rows.len()).copy_from_slice(&moved);
+        }
         for (to, &from) in rows.iter().enumerate() {
             let from = from * self.width;
             self.values.copy_within(from..from + self.width, to * self.width);
@@ -108,7 +113,7 @@ impl Buffers {
         }
     }
 
-    /// Makes room for a step of `tokens` with `samples` samples.
+    /// Makes room for a step of `tokens` with logits of `samples` rows at a time.
     pub(super) fn fit(&mut self, tokens: usize, samples: usize) -> Result<()> {
         let AttentionBuffers { q, k, v, out } = &mut self.attention;
         let stream = [&mut self.hidden, &mut self.normed, &mut self.update, &mut self.unnormed];
@@ -119,9 +124,9 @@ impl Buffers {
         self.logits.fit(samples)
     }
 
-    /// Drops the rows that nobody samples from what the end of the last layer reads.
-    pub(super) fn keep_sampled_rows(&mut self) {
-        self.hidden.gather(&self.layout.sampled_rows);
-        self.attention.out.gather(&self.layout.sampled_rows);
+    /// Drops the rows that nobody samples or scores from what the end of the last layer reads.
+    pub(super) fn keep_rows(&mut self) {
+        self.hidden.gather(&self.layout.kept_rows);
+        self.attention.out.gather(&self.layout.kept_rows);
     }
 }

@@ -124,9 +124,12 @@ impl Node for CudaDecoder {
             return Ok(());
         }
         let stream = &Stream::of_step(&self.context, ctx)?;
-        buffers.upload(stream, input.token_ids)?;
+        buffers.upload(stream, input.token_ids, input.sample.len())?;
         let pass = Pass { decoder: self, handles, ctx, stream };
         let tokens = input.token_ids.len();
+        if !input.score.is_empty() {
+            return pass.score_and_sample(input, buffers, out);
+        }
         let key = ctx.slot_lease().bucket().map(|bucket| (*bucket, ctx.slot()));
         if ctx.capture() {
             return match key {
@@ -187,7 +190,7 @@ impl Pass<'_> {
 
     /// From token ids to the logits of the sampled rows.
     fn compute(&self, tokens: usize, buffers: &mut Buffers) -> Result<()> {
-        let samples = buffers.layout.sampled_rows.len();
+        let samples = buffers.layout.kept_rows.len();
         let keep = match samples {
             0 => Keep::None,
             _ if samples == tokens => Keep::All,
@@ -229,7 +232,7 @@ impl Pass<'_> {
             match keep {
                 Keep::None if is_last => {}
                 Keep::Sampled if is_last => {
-                    let sampled = buffers.layout.sampled_rows.len();
+                    let sampled = buffers.layout.kept_rows.len();
                     self.keep_sampled_rows(tokens, buffers)?;
                     layer.finish(tools, config, stream, &mut buffers.sampled, sampled)?;
                 }
@@ -263,7 +266,7 @@ impl Pass<'_> {
     /// Moves the rows that are sampled to where the end of the last layer reads them.
     fn keep_sampled_rows(&self, tokens: usize, buffers: &mut Buffers) -> Result<()> {
         let CudaDecoder { config, tools, .. } = self.decoder;
-        let sampled = buffers.layout.sampled_rows.len();
+        let sampled = buffers.layout.kept_rows.len();
         let rows = buffers.sampled_rows.view(&[sampled])?;
         tools.ops.gather_rows(
             self.stream,
@@ -294,6 +297,54 @@ impl Pass<'_> {
             tools.ops.soft_cap(self.stream, &mut logits, cap)?;
         }
         Ok(())
+    }
+
+    /// A step in which tokens of a prompt are scored: all rows go through the last layer, and then as many
+    /// at a time as there is room for to their logits.
+    fn score_and_sample(
+        &self,
+        input: &StepInput<'_>,
+        buffers: &mut Buffers,
+        out: &mut StepOutput,
+    ) -> Result<()> {
+        let vocab = self.decoder.config.vocab;
+        self.run_layers(input.token_ids.len(), Keep::All, buffers)?;
+        let mut first = input.sample.len();
+        for scores in input.score.chunks(buffers.sampled_rows.len()) {
+            self.logits_of(first, scores.len(), input.token_ids.len(), buffers)?;
+            first += scores.len();
+            for (row, score) in scores.iter().enumerate() {
+                let there = &mut buffers.logits_on_host;
+                self.stream.download(&buffers.logits, row * vocab, there, 0, vocab)?;
+                super::score_row(&self.handles.sampler, score, there.as_slice()?, out)?;
+            }
+        }
+        if input.sample.is_empty() {
+            return Ok(());
+        }
+        self.logits_of(0, input.sample.len(), input.token_ids.len(), buffers)?;
+        self.sample(input, buffers, out)
+    }
+
+    /// The logits of `count` kept rows from `first` on.
+    fn logits_of(
+        &self,
+        first: usize,
+        count: usize,
+        tokens: usize,
+        buffers: &mut Buffers,
+    ) -> Result<()> {
+        let CudaDecoder { config, tools, .. } = self.decoder;
+        // The rows before were read by the stream, or are not needed: what is staged may change.
+        self.stream.synchronize()?;
+        buffers.upload_rows(self.stream, first, count)?;
+        tools.ops.gather_rows(
+            self.stream,
+            &buffers.rows.hidden.view(&[tokens, config.hidden])?,
+            &buffers.sampled_rows.view(&[count])?,
+            &mut buffers.sampled.hidden.view_mut(&[count, config.hidden])?,
+        )?;
+        self.compute_logits(Keep::Sampled, count, buffers)
     }
 
     fn sample(

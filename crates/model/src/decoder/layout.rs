@@ -17,19 +17,19 @@ pub(super) struct Group {
 pub(super) struct Layout {
     /// The labels of the step that have tokens.
     pub(super) groups: Vec<Group>,
-    /// The token rows that are sampled, ascending.
-    pub(super) sampled_rows: Vec<usize>,
+    /// The token rows that are sampled, ascending, and behind them those that are scored, ascending.
+    pub(super) kept_rows: Vec<usize>,
 }
 
 impl Layout {
     pub(super) fn reserve(&mut self, samples: usize) {
-        self.sampled_rows.reserve(samples.saturating_sub(self.sampled_rows.len()));
+        self.kept_rows.reserve(samples.saturating_sub(self.kept_rows.len()));
     }
 
-    /// Finds the groups and the sampled rows of a step that has been checked.
+    /// Finds the groups and the rows to keep of a step that has been checked.
     pub(super) fn lay_out(&mut self, input: &StepInput<'_>) -> Result<()> {
         self.groups.clear();
-        self.sampled_rows.clear();
+        self.kept_rows.clear();
         let mut sample = input.sample.iter().copied().peekable();
         let mut first = 0;
         for (index, segment) in input.segments.iter().enumerate() {
@@ -50,9 +50,10 @@ impl Layout {
             }
             first += tokens;
             if sample.next_if_eq(&(index as u32)).is_some() {
-                self.sampled_rows.push(first - 1);
+                self.kept_rows.push(first - 1);
             }
         }
+        self.kept_rows.extend(input.score.iter().map(|score| score.row as usize));
         Ok(())
     }
 }

@@ -15,6 +15,19 @@ pub struct StepInput<'a> {
     /// Per entry of `sample`: how many of the best tokens to report with their log-probabilities.
     /// Empty when nobody asks.
     pub top_logprobs: &'a [u32],
+    /// Tokens of prompts whose log-probability is asked for, by ascending row; empty when nobody asks.
+    pub score: &'a [Score],
+}
+
+/// Asks for the log-probability of a token that is known already.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Score {
+    /// The packed row of the token before it, after which nobody samples.
+    pub row: u32,
+    /// The token.
+    pub target: u32,
+    /// How many of the best tokens to report with it.
+    pub top: u32,
 }
 
 impl StepInput<'_> {
@@ -66,6 +79,16 @@ impl StepInput<'_> {
                 }
             }
         }
+        let mut last = None;
+        for score in self.score {
+            let is_next = last.is_none_or(|row| row < score.row);
+            if !is_next || score.row as usize >= tokens || score.target as usize >= vocab {
+                return invalid(format!(
+                    "{score:?} is out of order, or past {tokens} rows or {vocab} ids"
+                ));
+            }
+            last = Some(score.row);
+        }
         if !self.top_logprobs.is_empty() && self.top_logprobs.len() != self.sample.len() {
             return invalid(format!(
                 "{} samples, but {} numbers of log-probabilities",
@@ -97,10 +120,41 @@ pub struct StepOutput {
     pub requests: Vec<RequestId>,
     /// The samples.
     pub sampled: Vec<Sampled>,
-    /// Per sample, where its part of the two columns below ends.
-    top_ends: Vec<usize>,
-    top_ids: Vec<u32>,
-    top_logprobs: Vec<f32>,
+    top: Tops,
+    /// The log-probabilities of [`StepInput::score`], in its order.
+    pub scores: Vec<f32>,
+    score_top: Tops,
+}
+
+/// Best tokens with their log-probabilities, of several rows.
+#[derive(Debug, Default)]
+struct Tops {
+    /// Per row, where its part of the two columns ends.
+    ends: Vec<usize>,
+    ids: Vec<u32>,
+    logprobs: Vec<f32>,
+}
+
+impl Tops {
+    fn clear(&mut self) {
+        self.ends.clear();
+        self.ids.clear();
+        self.logprobs.clear();
+    }
+
+    fn of(&self, i: usize) -> (&[u32], &[f32]) {
+        let Some(&end) = self.ends.get(i) else { return (&[], &[]) };
+        let start = if i == 0 { 0 } else { self.ends[i - 1] };
+        (&self.ids[start..end], &self.logprobs[start..end])
+    }
+
+    fn push(&mut self, k: usize) -> (&mut [u32], &mut [f32]) {
+        let start = self.ids.len();
+        self.ids.resize(start + k, 0);
+        self.logprobs.resize(start + k, 0.0);
+        self.ends.push(start + k);
+        (&mut self.ids[start..], &mut self.logprobs[start..])
+    }
 }
 
 impl StepOutput {
@@ -108,25 +162,40 @@ impl StepOutput {
     pub fn clear(&mut self) {
         self.requests.clear();
         self.sampled.clear();
-        self.top_ends.clear();
-        self.top_ids.clear();
-        self.top_logprobs.clear();
+        self.top.clear();
+        self.scores.clear();
+        self.score_top.clear();
     }
 
     /// The best tokens for sample `i`, best first, and their log-probabilities; empty unless asked
     /// for. At most as many as the vocabulary has.
     pub fn top(&self, i: usize) -> (&[u32], &[f32]) {
-        let Some(&end) = self.top_ends.get(i) else { return (&[], &[]) };
-        let start = if i == 0 { 0 } else { self.top_ends[i - 1] };
-        (&self.top_ids[start..end], &self.top_logprobs[start..end])
+        self.top.of(i)
     }
 
     /// Adds the part of the next sample, `k` long, and gives it to be written.
     pub fn push_top(&mut self, k: usize) -> (&mut [u32], &mut [f32]) {
-        let start = self.top_ids.len();
-        self.top_ids.resize(start + k, 0);
-        self.top_logprobs.resize(start + k, 0.0);
-        self.top_ends.push(start + k);
-        (&mut self.top_ids[start..], &mut self.top_logprobs[start..])
+        self.top.push(k)
+    }
+
+    /// The best tokens for score `i`, likewise.
+    pub fn score_top(&self, i: usize) -> (&[u32], &[f32]) {
+        self.score_top.of(i)
+    }
+
+    /// Adds the part of the next score, `k` long, and gives it to be written.
+    pub fn push_score_top(&mut self, k: usize) -> (&mut [u32], &mut [f32]) {
+        self.score_top.push(k)
+    }
+
+    /// Removes what is past the first `k` of the part that was added last.
+    pub fn shorten_score_top(&mut self, k: usize) {
+        let Tops { ends, ids, logprobs } = &mut self.score_top;
+        let start = ends.len().checked_sub(2).map_or(0, |before| ends[before]);
+        if let Some(end) = ends.last_mut() {
+            *end = (start + k).min(*end);
+            ids.truncate(*end);
+            logprobs.truncate(*end);
+        }
     }
 }

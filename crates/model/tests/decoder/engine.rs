@@ -141,6 +141,7 @@ impl<N: Node> Engine<N> {
             token_ids: &token_ids,
             sample: &sample,
             top_logprobs: top,
+            score: &[],
         })
     }
 
@@ -182,6 +183,7 @@ impl<N: Node> Engine<N> {
             token_ids: &token_ids,
             sample: &sample,
             top_logprobs: &[],
+            score: &[],
         };
         self.drive(&input, &own, &request, lease, capture)
     }

@@ -87,7 +87,7 @@ fn truncation_keeps_the_tokens_that_the_definition_keeps() {
     for case in 0..3000 {
         let row = random_row(&mut noise);
         let params = random_params(&mut noise, row.len());
-        let draw = Draw { params, position: case, seen: None, fresh: &[] };
+        let draw = Draw { params, position: case, seen: None, fresh: &[], adjust: None };
         let truncated = params.top_k > 1 || params.top_p < 1.0 || params.min_p > 0.0;
         let token = choose(&row, &draw, &mut scratch).unwrap();
         let Some(mut want) = reference(&row, &params) else { continue };
@@ -119,7 +119,7 @@ fn a_tiny_temperature_is_greedy_and_an_enormous_one_is_uniform() {
     for position in 0..3000 {
         let mut at = |temperature| {
             let params = SamplingParams { temperature, ..SamplingParams::GREEDY };
-            let draw = Draw { params, position, seen: None, fresh: &[] };
+            let draw = Draw { params, position, seen: None, fresh: &[], adjust: None };
             choose(&row, &draw, &mut scratch).unwrap()
         };
         for temperature in [1e-45, 1e-30, 1e-6, 0.0] {
@@ -138,7 +138,7 @@ fn extreme_logits_are_drawn_from() {
         for (top_p, min_p, top_k) in [(1.0, 0.0, 0), (0.5, 0.0, 0), (1.0, 0.5, 0), (1.0, 0.0, 3)] {
             let params =
                 SamplingParams { temperature: 1.0, top_p, min_p, top_k, ..SamplingParams::GREEDY };
-            let draw = Draw { params, position: 3, seen: None, fresh: &[] };
+            let draw = Draw { params, position: 3, seen: None, fresh: &[], adjust: None };
             let token = choose(&row, &draw, &mut scratch).unwrap();
             assert_eq!(row[token as usize], row[first_best(&row)]);
         }

@@ -106,19 +106,29 @@ impl Buffers {
 
     /// Whether the sampled rows are the step's first ones, in order: they need no moving.
     pub(super) fn samples_first_rows(&self) -> bool {
-        self.layout.sampled_rows.iter().enumerate().all(|(i, &row)| i == row)
+        self.layout.kept_rows.iter().enumerate().all(|(i, &row)| i == row)
     }
 
-    /// Sends the step's token ids and the numbers of its sampled rows.
-    pub(super) fn upload(&mut self, stream: &Stream, token_ids: &[u32]) -> Result<()> {
-        let (tokens, sampled) = (token_ids.len(), self.layout.sampled_rows.len());
-        let (ids, rows) = self.staged.as_mut_slice()?.split_at_mut(self.token_ids.len());
-        ids[..tokens].copy_from_slice(token_ids);
-        for (to, &row) in rows.iter_mut().zip(&self.layout.sampled_rows) {
+    /// Sends the step's token ids and the numbers of its first `kept` kept rows.
+    pub(super) fn upload(&mut self, stream: &Stream, token_ids: &[u32], kept: usize) -> Result<()> {
+        let tokens = token_ids.len();
+        self.staged.as_mut_slice()?[..tokens].copy_from_slice(token_ids);
+        stream.upload(&mut self.staged, 0, &mut self.token_ids, 0, tokens)?;
+        self.upload_rows(stream, 0, kept)
+    }
+
+    /// Sends the numbers of `count` kept rows from `first` on.
+    pub(super) fn upload_rows(
+        &mut self,
+        stream: &Stream,
+        first: usize,
+        count: usize,
+    ) -> Result<()> {
+        let rows_at = self.token_ids.len();
+        let kept = &self.layout.kept_rows[first..first + count];
+        for (to, &row) in self.staged.as_mut_slice()?[rows_at..].iter_mut().zip(kept) {
             *to = row as u32;
         }
-        let rows_at = self.token_ids.len();
-        stream.upload(&mut self.staged, 0, &mut self.token_ids, 0, tokens)?;
-        Ok(stream.upload(&mut self.staged, rows_at, &mut self.sampled_rows, 0, sampled)?)
+        Ok(stream.upload(&mut self.staged, rows_at, &mut self.sampled_rows, 0, count)?)
     }
 }
