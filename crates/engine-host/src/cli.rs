@@ -31,6 +31,7 @@ mod generate;
 mod jobs;
 mod plugins;
 mod report;
+mod serve;
 
 #[derive(Parser)]
 #[command(name = "engine-host", version, about = "Serves transformer models with plugin resources")]
@@ -46,6 +47,8 @@ struct Cli {
 enum Command {
     /// Generate text for one prompt, one chat message, or a file of requests
     Generate(Box<GenerateArgs>),
+    /// Answer OpenAI's API over HTTP
+    Serve(Box<serve::ServeArgs>),
     /// What is in the plugin directories
     #[command(subcommand)]
     Plugin(PluginCommand),
@@ -228,6 +231,7 @@ pub fn main_with(linked: Option<Linked>) -> ExitCode {
         .init();
     let done = match &cli.command {
         Command::Generate(args) => generate::run(args),
+        Command::Serve(args) => serve::run(args),
         Command::Plugin(command) => match command {
             PluginCommand::List { config, json } => plugins::list(config, *json),
             PluginCommand::Doctor { config, paths, json } => doctor::doctor(config, paths, *json),

@@ -13,6 +13,7 @@ pub mod compute;
 pub mod config;
 pub mod discovery;
 pub mod document;
+pub mod driver;
 pub mod elf;
 pub mod engine;
 pub mod error;

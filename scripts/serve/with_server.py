@@ -1,0 +1,11 @@
+#!/usr/bin/env python3
+"""Runs a command while the server of the release build serves; `{base}` in it becomes the server's address."""
+import subprocess
+import sys
+
+from served import Served
+
+server = Served()
+done = subprocess.run([part.replace("{base}", server.base) for part in sys.argv[1:]])
+server.stop()
+sys.exit(done.returncode)
