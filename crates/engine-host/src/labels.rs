@@ -123,7 +123,10 @@ mod tests {
         assert_eq!(found.decode, [LabelId(2), LabelId::MAIN]);
         assert_eq!(found.width(), 2);
         assert_eq!(resolve(&labels("{}"), "decoder", 8, &names).unwrap(), None);
-        assert_eq!(resolve(&labels(r#"{"needed": ["main"]}"#), "decoder", 8, &names).unwrap(), None);
+        assert_eq!(
+            resolve(&labels(r#"{"needed": ["main"]}"#), "decoder", 8, &names).unwrap(),
+            None
+        );
     }
 
     #[test]

@@ -27,7 +27,8 @@ impl Engine {
         self.check_running()?;
         let room = self.check(&request)?;
         let most = self.limits.max_batch_tokens as usize;
-        let labels = labels::resolve(&request.labels, self.node.name(), most, &self.services.labels)?;
+        let labels =
+            labels::resolve(&request.labels, self.node.name(), most, &self.services.labels)?;
         self.hold_off_the_end(&mut request);
         let rid = self.requests.next_id();
         let max_tokens = request.max_tokens.min(room);

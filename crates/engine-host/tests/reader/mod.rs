@@ -286,7 +286,7 @@ impl Outcome {
         match event {
             Event::Token(r, token) if *r == rid => self.tokens.push(token.id),
             Event::Finished(r, reason, usage) if *r == rid => self.end = Some((*reason, *usage)),
-            Event::Failed(r, message) if *r == rid => self.failure = Some(message.clone()),
+            Event::Failed(r, message) if *r == rid => self.failure = Some(message.to_string()),
             _ => {}
         }
     }
