@@ -102,7 +102,7 @@ fn lay_out(
     let uniform = rows.one_label && combined.is_empty() && rows.len() > 0;
     match uniform {
         true => write_group(plan, rows),
-        false => write_groups(plan, rows, combined)?,
+        false => write_groups(plan, rows, combined),
     }
     if rows.unseated {
         seat_all(rows, requests, seats);
@@ -283,23 +283,10 @@ fn write_group(plan: &mut KvPlan, rows: &Rows) {
 }
 
 /// One group per plan label, in order of first appearance.
-fn write_groups(plan: &mut KvPlan, rows: &Rows, combined: &[CombinedLabel]) -> Result<()> {
-    for (i, c) in combined.iter().enumerate() {
-        if combined[..i].iter().any(|other| other.source == c.source) {
-            let what = format!("label {} is part of two combined labels, or twice", c.source.0);
-            return Err(ResourceError::invalid(what));
-        }
-    }
+fn write_groups(plan: &mut KvPlan, rows: &Rows, combined: &[CombinedLabel]) {
     plan.groups.clear();
     for entry in rows.iter() {
         let label = plan_label(entry.id.label, combined);
-        if label == entry.id.label
-            && combined.iter().any(|c| c.combined == label)
-            && combined.iter().all(|c| c.source != label)
-        {
-            let what = format!("label {} has rows of its own and is a combined label", label.0);
-            return Err(ResourceError::invalid(what));
-        }
         let at = plan.groups.iter().position(|g| g.label == label).unwrap_or_else(|| {
             let (first_row, num_rows, first_token, num_tokens) = (0, 0, 0, 0);
             plan.groups.push(KvGroup { label, first_row, num_rows, first_token, num_tokens });
@@ -314,6 +301,25 @@ fn write_groups(plan: &mut KvPlan, rows: &Rows, combined: &[CombinedLabel]) -> R
         (group.first_row, group.first_token) = (row, token);
         row += group.num_rows;
         token += group.num_tokens;
+    }
+}
+
+/// Refuses labels that cannot be planned together: what is admitted can be planned.
+pub(crate) fn check_combined(rows: &Rows, combined: &[CombinedLabel]) -> Result<()> {
+    for (i, c) in combined.iter().enumerate() {
+        if combined[..i].iter().any(|other| other.source == c.source) {
+            let what = format!("label {} is part of two combined labels, or twice", c.source.0);
+            return Err(ResourceError::invalid(what));
+        }
+    }
+    for entry in rows.iter().filter(|_| !combined.is_empty()) {
+        let label = entry.id.label;
+        if combined.iter().any(|c| c.combined == label)
+            && combined.iter().all(|c| c.source != label)
+        {
+            let what = format!("label {} has rows of its own and is a combined label", label.0);
+            return Err(ResourceError::invalid(what));
+        }
     }
     Ok(())
 }

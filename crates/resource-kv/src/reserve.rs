@@ -5,6 +5,7 @@ use resource_api::{
 };
 
 use crate::board::Board;
+use crate::plan::check_combined;
 use crate::pool::SINK;
 use crate::rows::Target;
 use crate::state::{Shared, State};
@@ -74,6 +75,8 @@ impl State {
         }
         if let Some(options) = options {
             self.add_retention(options, record)?;
+            record.combined.extend_from_slice(&options.combined_labels);
+            check_combined(&record.rows, &record.combined)?;
         }
         match need.short_at {
             Some(id) if !self.evict_for(shared, need.pages - u64::from(ready)) => {
@@ -301,7 +304,8 @@ impl State {
         }
         match record.copy_into(id) {
             Some(at) => record.copies[at].len,
-            None => self.requests.get(id).map_or(0, |s| s.len),
+            // What steps in flight add counts: a window may be kept by a step planned behind them.
+            None => self.requests.get(id).map_or(0, |s| s.next_len()),
         }
     }
 

@@ -1,6 +1,8 @@
 //! What a step in flight has reserved: enough to undo it without trace, or to commit it.
 
-use resource_api::{Fork, KvStepOptions, LabelId, Plan, Retention, Segments, SlotLease, StepId};
+use resource_api::{
+    CombinedLabel, Fork, KvStepOptions, LabelId, Plan, Retention, Segments, SlotLease, StepId,
+};
 
 use crate::rows::{Entry, Rows, Target};
 use crate::stream::StreamId;
@@ -57,6 +59,8 @@ pub(crate) struct StepRecord {
     /// In the order they are made.
     pub(crate) copies: Vec<Copy>,
     pub(crate) retention: Vec<Retention>,
+    /// Labels that it plans together.
+    pub(crate) combined: Vec<CombinedLabel>,
     /// Streams that it opened, in order.
     pub(crate) opened: Vec<StreamId>,
     /// Pages that it took for streams, in order.
@@ -80,6 +84,7 @@ impl StepRecord {
         self.rows.clear();
         self.copies.clear();
         self.retention.clear();
+        self.combined.clear();
         self.opened.clear();
         self.taken.clear();
         self.marked.clear();
@@ -91,12 +96,18 @@ impl StepRecord {
         let copies = |after| self.copies.iter().filter(move |c| c.after == after).map(|c| c.fork);
         let forks = |list: &[Fork], after| copies(after).eq(list.iter().copied().filter(is_real));
         let rest = match options {
-            None => self.commit && self.copies.is_empty() && self.retention.is_empty(),
+            None => {
+                self.commit
+                    && self.copies.is_empty()
+                    && self.retention.is_empty()
+                    && self.combined.is_empty()
+            }
             Some(o) => {
                 self.commit == o.commit
                     && forks(&o.pre_forks, false)
                     && forks(&o.post_forks, true)
                     && self.retention[..] == o.retention[..]
+                    && self.combined[..] == o.combined_labels[..]
             }
         };
         rest && self.rows.are(segments)
@@ -144,6 +155,6 @@ pub(crate) fn is_real(fork: &Fork) -> bool {
 }
 
 /// The label under which a stream's rows are planned.
-pub(crate) fn plan_label(label: LabelId, combined: &[resource_api::CombinedLabel]) -> LabelId {
+pub(crate) fn plan_label(label: LabelId, combined: &[CombinedLabel]) -> LabelId {
     combined.iter().find(|c| c.source == label).map_or(label, |c| c.combined)
 }

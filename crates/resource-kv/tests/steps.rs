@@ -423,6 +423,43 @@ fn a_combined_label_has_its_sources_rows_one_after_the_other() {
 }
 
 #[test]
+fn labels_that_cannot_be_planned_together_are_not_admitted() {
+    let cache = cache(4, 8, 16);
+    cache.ingest(0);
+    let combine = |pairs: &[(u32, u32)]| {
+        let one = |&(combined, source): &(u32, u32)| CombinedLabel {
+            combined: LabelId(combined),
+            source: LabelId(source),
+        };
+        let all: Vec<_> = pairs.iter().map(one).collect();
+        KvStepOptions { combined_labels: list(&all), ..Default::default() }
+    };
+    for (pairs, said) in [
+        (&[(9, 0), (9, 0)][..], "is part of two combined labels, or twice"),
+        (&[(9, 0), (8, 0)][..], "is part of two combined labels, or twice"),
+        (&[(1, 0)][..], "label 1 has rows of its own and is a combined label"),
+    ] {
+        let step = Step::new(1, &[(0, 0, 3), (0, 1, 5)]).with(combine(pairs));
+        let e = step.call(&[], |s, c| cache.resource.admit(s, c)).unwrap_err();
+        assert!(e.message().contains(said), "{e}");
+        assert_eq!(cache.kv.free_pages(), 8);
+        cache.conserved();
+    }
+    // A staged step that combined other labels is another step.
+    let mut staged = Step::new(2, &[(0, 0, 3), (0, 1, 5)]).with(combine(&[(9, 0), (9, 1)]));
+    staged.preplan = true;
+    assert!(cache.admit(&staged).is_ready());
+    cache.plan(&staged).unwrap();
+    let plain = Step::new(2, &[(0, 0, 3), (0, 1, 5)]);
+    assert!(cache.admit(&plain).is_ready());
+    let filed = cache.plan(&plain).unwrap();
+    let plan = filed.open::<KvPlan>().unwrap();
+    assert_eq!(plan.groups.iter().map(|g| g.label.0).collect::<Vec<_>>(), [0, 1]);
+    cache.commit(&plain).unwrap();
+    assert_eq!((cache.len(0, 0), cache.len(0, 1)), (3, 5));
+}
+
+#[test]
 fn a_staged_step_builds_on_the_one_in_flight() {
     let cache = cache(4, 8, 32);
     cache.ingest(0);

@@ -60,7 +60,7 @@ pub struct Options {
 
 impl Default for Options {
     fn default() -> Self {
-        Self { seed: 0, sequences: 40, steps: 60, watch: |_| {} }
+        Self { seed: 0, sequences: 100, steps: 60, watch: |_| {} }
     }
 }
 

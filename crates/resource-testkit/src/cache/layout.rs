@@ -59,9 +59,13 @@ impl FakeCache {
     fn write_columns(&self, plan: &mut KvPlan, state: &State, step: &InFlight) {
         let stride = self.facts.max_seq_len.div_ceil(self.facts.page_size);
         let mut labels: Vec<LabelId> = Vec::new();
-        for entry in &step.entries {
-            if !labels.contains(&entry.id.1) {
-                labels.push(entry.id.1);
+        let planned = |label| {
+            let of = step.combined.iter().find(|c| c.source == label);
+            of.map_or(label, |c| c.combined)
+        };
+        for label in step.entries.iter().map(|entry| planned(entry.id.1)) {
+            if !labels.contains(&label) {
+                labels.push(label);
             }
         }
         plan.groups.clear();
@@ -94,7 +98,16 @@ impl FakeCache {
                 first_token,
                 num_tokens: 0,
             };
-            for entry in step.entries.iter().filter(|e| e.id.1 == label) {
+            let mut sources: Vec<LabelId> =
+                step.combined.iter().filter(|c| c.combined == label).map(|c| c.source).collect();
+            if sources.is_empty() {
+                sources.push(label);
+            }
+            if self.has(Fault::CombinedOrder) {
+                sources.reverse();
+            }
+            let of = |source| step.entries.iter().filter(move |e| e.id.1 == source);
+            for entry in sources.into_iter().flat_map(of) {
                 plan.token_start.push(group.num_tokens);
                 self.write_row(plan, state, step, entry);
                 group.num_rows += 1;

@@ -66,7 +66,7 @@ impl FakeCache {
                 return Err(ResourceError::invalid(format!("{matched} tokens are not held")));
             }
             let ids = ids.get(..matched as usize).unwrap_or_default().to_vec();
-            let mut stream = Stream { pages, len: matched, ids };
+            let mut stream = Stream { pages, len: matched, ids, protected: 0 };
             let done = self.own_tail(state, &mut stream);
             if done.is_err() {
                 state.release(&stream.pages);

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use resource_api::{KvFacts, LabelId, RequestId};
+use resource_api::{CombinedLabel, KvFacts, LabelId, RequestId, Retention};
 
 use super::fault::Fault;
 
@@ -15,6 +15,8 @@ pub(super) struct Stream {
     pub(super) len: u32,
     /// Ids of its tokens, as far as they are known.
     pub(super) ids: Vec<u32>,
+    /// Tokens at the front that no window lets go.
+    pub(super) protected: u32,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -56,6 +58,8 @@ pub(super) struct InFlight {
     pub(super) entries: Vec<Entry>,
     pub(super) copies: Vec<Copy>,
     pub(super) opened: Vec<StreamId>,
+    pub(super) retention: Vec<Retention>,
+    pub(super) combined: Vec<CombinedLabel>,
     /// Pages in the order in which they were taken.
     pub(super) taken: Vec<u32>,
 }
@@ -198,6 +202,7 @@ impl State {
             self.release(&rest);
             if !self.has(Fault::ResetKeepsLength) {
                 stream.len = 0;
+                stream.protected = 0;
                 stream.ids.clear();
             }
             match free && !self.has(Fault::ResetKeepsLength) {

@@ -2,7 +2,7 @@
 
 use resource_api::{
     AdmitOutcome, FailureReason, Fork, KvStepOptions, RequestId, ResourceError, ResourceStep,
-    Result, StepContext,
+    Result, Retention, StepContext,
 };
 
 use super::fault::Fault;
@@ -70,8 +70,57 @@ impl State {
                 return Ok(outcome);
             }
         }
+        if let Some(options) = options {
+            step.combined.extend_from_slice(&options.combined_labels);
+            step.retention.extend_from_slice(&options.retention);
+            if let Some(keep) = step.retention.iter().find(|keep| self.is_away(keep.request_id)) {
+                let (rid, label) = (keep.request_id, keep.label);
+                let reason = FailureReason::REQUEST_OFFLOADING;
+                return Ok(AdmitOutcome::refused(reason, rid, label));
+            }
+            self.check_retention(&step)?;
+        }
         self.steps.insert(ctx.step().0, step);
         Ok(AdmitOutcome::OK)
+    }
+
+    fn check_retention(&self, step: &InFlight) -> Result<()> {
+        for keep in step.retention.iter().filter(|_| step.commit) {
+            let id = (keep.request_id, keep.label);
+            let own = step.entries.iter().find(|e| e.id == id);
+            let copied = step.copies.iter().find(|c| !c.after && c.to == id).map(|c| c.len);
+            let stream = self.streams.contains_key(&id).then(|| self.next_len(id));
+            let len = own.map(|e| e.start + e.span).or(copied).or(stream);
+            if len.is_some_and(|len| keep.protected_prefix > len) {
+                return Err(ResourceError::invalid("more is protected than there is"));
+            }
+        }
+        Ok(())
+    }
+
+    /// Whether a step in flight will let pages of the stream go.
+    fn is_trimmed(&self, id: StreamId) -> bool {
+        let all = self.steps.values().flat_map(|s| &s.retention);
+        all.map(|keep| (keep.request_id, keep.label)).any(|of| of == id)
+    }
+
+    fn trim(&mut self, keep: &Retention) {
+        let (size, id) = (self.size, (keep.request_id, keep.label));
+        let Some(stream) = self.streams.get_mut(&id) else { return };
+        stream.protected = stream.protected.max(keep.protected_prefix);
+        let protected = if self.fault == Some(Fault::PrefixTrimmed) { 0 } else { stream.protected };
+        let first = protected.div_ceil(size);
+        let spare = (stream.len - protected.min(stream.len)).saturating_sub(keep.context_budget);
+        let last = stream.len.div_ceil(size).saturating_sub(1);
+        let whole = match self.fault {
+            Some(Fault::WindowCut) => spare.div_ceil(size),
+            _ => spare / size,
+        };
+        let count = whole.min(last.saturating_sub(first));
+        let gone: Vec<u32> = stream.pages.drain(first as usize..(first + count) as usize).collect();
+        stream.len -= count * size;
+        stream.ids.clear();
+        self.release(&gone);
     }
 
     fn open(&mut self, step: &mut InFlight, id: StreamId) {
@@ -94,6 +143,9 @@ impl State {
         }
         if self.is_away(rid) {
             return AdmitOutcome::refused(FailureReason::REQUEST_OFFLOADING, rid, label);
+        }
+        if self.is_trimmed(id) {
+            return AdmitOutcome::refused(FailureReason::ADMISSION_DEFERRED, rid, label);
         }
         let copy = step.copies.iter().position(|c| !c.after && c.to == id);
         if !self.streams.contains_key(&id) && span == 0 && copy.is_none() {
@@ -238,16 +290,25 @@ impl State {
         }
         let mut moves = Vec::new();
         for after in [false, true] {
+            if after && (step.commit || self.has(Fault::TrimmedUnkept)) {
+                step.retention.iter().for_each(|keep| self.trim(keep));
+            }
             for at in 0..step.copies.len() {
-                let copy = step.copies[at].clone();
+                let mut copy = step.copies[at].clone();
                 if copy.after != after || !copy.alive {
                     continue;
+                }
+                if after && !step.retention.is_empty() {
+                    // Its source may be shorter than when the pages were counted.
+                    copy.len = self.streams.get(&copy.from).map_or(0, |s| s.len);
+                    let rest = copy.pages.split_off(self.pages_for(copy.len).min(copy.pages.len()));
+                    self.release(&rest);
                 }
                 if after {
                     let from = self.streams.get(&copy.from).map_or(&[][..], |s| &s.pages);
                     moves.extend(from.iter().copied().zip(copy.pages.iter().copied()));
                 }
-                self.replace(&copy);
+                self.replace(copy);
             }
         }
         if keyed {
@@ -257,7 +318,7 @@ impl State {
         Ok(moves)
     }
 
-    fn replace(&mut self, copy: &Copy) {
+    fn replace(&mut self, copy: Copy) {
         let mut pages = copy.pages.clone();
         if self.has(Fault::ForkAliases)
             && let (Some(last), Some(theirs)) =
@@ -267,7 +328,7 @@ impl State {
             let own = std::mem::replace(last, *theirs);
             self.release(&[own]);
         }
-        let new = Stream { pages, len: copy.len, ids: Vec::new() };
+        let new = Stream { pages, len: copy.len, ..Stream::default() };
         let old = self.streams.insert(copy.to, new).unwrap_or_default();
         self.release(&old.pages);
     }

@@ -3,7 +3,7 @@
 
 use std::collections::BTreeMap;
 
-use super::ops::{Row3, Shape};
+use super::ops::{Keep, Row3, Shape};
 use super::values::extend;
 
 /// One stream.
@@ -13,6 +13,8 @@ pub struct Stream {
     pub tokens: Vec<u64>,
     /// Pages that it has. More than its tokens need after a reset that keeps memory.
     pub held: u64,
+    /// Tokens at the front that no window lets go.
+    pub protected: u64,
 }
 
 /// The streams of a cache as they should be.
@@ -91,6 +93,25 @@ impl Model {
         all
     }
 
+    /// Lets the oldest pages go, one after the other, that are whole, hold no protected token, are not
+    /// the last, and without which the window is still there.
+    fn trim(&mut self, keep: Keep) {
+        let page = self.page;
+        let Some(stream) = self.streams.get_mut(&(keep.slot, keep.label)) else { return };
+        stream.protected = stream.protected.max(keep.prefix.into());
+        let first = (stream.protected.div_ceil(page) * page) as usize;
+        loop {
+            let len = stream.tokens.len();
+            let is_last = first + page as usize >= len;
+            let left = (len as u64).saturating_sub(stream.protected + page);
+            if is_last || left < keep.budget.into() {
+                return;
+            }
+            stream.tokens.drain(first..first + page as usize);
+            stream.held -= 1;
+        }
+    }
+
     /// What a step should do that adds tokens with these digests.
     pub fn after(&self, step: &Shape, digests: &[u64]) -> Expected {
         let refused = |why: String| Expected::Refused(why);
@@ -107,7 +128,7 @@ impl Model {
             let tokens = self.tokens(slot, from).to_vec();
             let held = self.pages_of(tokens.len());
             fresh += held;
-            next.streams.insert((slot, to), Stream { tokens, held });
+            next.streams.insert((slot, to), Stream { tokens, held, protected: 0 });
         }
         let (mut reads, mut digests) = (Vec::new(), digests.iter());
         for &Row3 { slot, label, span } in &step.rows {
@@ -134,14 +155,32 @@ impl Model {
             }
             reads.push(all);
         }
-        if let Some((slot, from, to)) = step.post {
-            let tokens = next.tokens(slot, from).to_vec();
-            let held = self.pages_of(tokens.len());
-            fresh += held;
-            next.streams.insert((slot, to), Stream { tokens, held });
+        if let Some((slot, from, _)) = step.post {
+            fresh += self.pages_of(next.tokens(slot, from).len());
+        }
+        if let Some(keep) = step.retain {
+            if !here(keep.slot) {
+                return refused(format!("request {} is off the device", keep.slot));
+            }
+            let len = next.tokens(keep.slot, keep.label).len() as u64;
+            if !step.discard && u64::from(keep.prefix) > len {
+                if len > 0 {
+                    return refused(format!("it protects {} tokens of {len}", keep.prefix));
+                }
+                // Whether a stream without tokens is there at all is the cache's business.
+                may_refuse = true;
+            }
         }
         if fresh > self.free() {
             return refused(format!("it needs {fresh} pages and {} are free", self.free()));
+        }
+        if let Some(keep) = step.retain.filter(|_| !step.discard) {
+            next.trim(keep);
+        }
+        if let Some((slot, from, to)) = step.post {
+            let tokens = next.tokens(slot, from).to_vec();
+            let held = self.pages_of(tokens.len());
+            next.streams.insert((slot, to), Stream { tokens, held, protected: 0 });
         }
         Expected::Runs { next: Box::new(next), reads, may_refuse }
     }

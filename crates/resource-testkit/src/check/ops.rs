@@ -33,6 +33,23 @@ pub struct Shape {
     pub pre: Option<(u32, u32, u32)>,
     /// A copy after it.
     pub post: Option<(u32, u32, u32)>,
+    /// A window that is kept after it.
+    pub retain: Option<Keep>,
+    /// Labels 0 and 1 are planned under one, the second first.
+    pub combined: bool,
+}
+
+/// How much of a stream to keep after a step.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Keep {
+    /// Slot of the request.
+    pub slot: u32,
+    /// The stream.
+    pub label: u32,
+    /// Tokens at the end.
+    pub budget: u32,
+    /// Tokens at the front.
+    pub prefix: u32,
 }
 
 /// How a step ends.
@@ -100,7 +117,19 @@ fn shape(random: &mut Random, plain: bool) -> Shape {
         true => (0..random.below(3) + 1).map(|_| random.below(3)).collect(),
         false => Vec::new(),
     };
-    Shape { rows, padding, discard: random.chance(12), pre, post }
+    // Mostly of a stream that the step extends: others seldom have much to let go.
+    let of_row = rows.first().filter(|_| random.chance(70)).map(|r| (r.slot, r.label));
+    let (slot, label) = of_row.unwrap_or((random.below(SLOTS), random.below(LABELS)));
+    let retain = random.chance(15).then(|| Keep {
+        slot,
+        label,
+        budget: random.below(5) + 1,
+        // One that grows would be refused.
+        prefix: if random.chance(30) { 2 } else { 0 },
+    });
+    let combined = random.chance(10);
+    let discard = random.chance(if retain.is_some() { 30 } else { 12 });
+    Shape { rows, padding, discard, pre, post, retain, combined }
 }
 
 fn fate(random: &mut Random) -> Fate {
@@ -153,6 +182,10 @@ impl fmt::Display for Shape {
         if let Some((slot, from, to)) = self.post {
             write!(f, ", after it label {from} of request {slot} copied to {to}")?;
         }
+        if let Some(Keep { slot, label, budget, prefix }) = self.retain {
+            write!(f, ", keeping {prefix} + {budget} tokens of label {label} of request {slot}")?;
+        }
+        f.write_str(if self.combined { ", labels 1 and 0 planned as one" } else { "" })?;
         f.write_str(if self.discard { ", not kept (commit = false)" } else { "" })
     }
 }

@@ -2,7 +2,9 @@
 
 use std::collections::BTreeMap;
 
-use resource_api::{ErrorKind, Fork, KvCache, LabelId, RequestId, Resource};
+use resource_api::{
+    CombinedLabel, ErrorKind, Fork, KvCache, LabelId, RequestId, Resource, Retention,
+};
 
 use super::model::{Model, Stream};
 use super::ops::{Op, Row3, SLOTS, Shape};
@@ -12,6 +14,9 @@ use super::values::Cells;
 
 /// A request whose steps show which pages are free, and in what order.
 const PROBE: RequestId = RequestId::new(SLOTS + 5, 1);
+
+/// What combined rows are planned under; no stream has it.
+const COMBINED: LabelId = LabelId(200);
 
 mod look;
 mod steps;
@@ -105,8 +110,28 @@ impl Play {
             discard: shape.discard,
             pre: shape.pre.iter().map(fork).collect(),
             post: shape.post.iter().map(fork).collect(),
+            retain: shape
+                .retain
+                .iter()
+                .map(|keep| Retention {
+                    request_id: rid(keep.slot),
+                    label: LabelId(keep.label),
+                    context_budget: keep.budget,
+                    protected_prefix: keep.prefix,
+                })
+                .collect(),
+            combined: match shape.combined {
+                true => {
+                    [1, 0].map(|l| CombinedLabel { combined: COMBINED, source: LabelId(l) }).into()
+                }
+                false => Vec::new(),
+            },
         };
-        let plain = !options.discard && options.pre.is_empty() && options.post.is_empty();
+        let plain = !options.discard
+            && options.pre.is_empty()
+            && options.post.is_empty()
+            && options.retain.is_empty()
+            && options.combined.is_empty();
         let tokens: u32 = rows.iter().map(|r| r.span).sum();
         let ids: Vec<u32> = (0..tokens).map(|i| self.next_token + i).collect();
         self.next_token += tokens;
@@ -182,6 +207,7 @@ impl Play {
         let own = self.model.streams.iter_mut().filter(|(k, _)| k.0 == slot);
         for (_, stream) in own {
             stream.tokens.clear();
+            stream.protected = 0;
             // Without `free` it may keep its memory, or not.
             if free || freed > 0 {
                 stream.held = 0;

@@ -3,8 +3,8 @@
 use std::fmt;
 
 use resource_api::{
-    BucketKey, Fork, KvStepOptions, LabelId, NodeId, PlanVec, RequestId, ResourceStep, Segments,
-    SlotLease, StepContext, StepHead, StepId, TypedRef, WalkId,
+    BucketKey, CombinedLabel, Fork, KvStepOptions, LabelId, NodeId, PlanVec, RequestId,
+    ResourceStep, Retention, Segments, SlotLease, StepContext, StepHead, StepId, TypedRef, WalkId,
 };
 
 /// A stream's part of a step.
@@ -27,6 +27,10 @@ pub struct CacheOptions {
     pub pre: Vec<Fork>,
     /// Copies made after it.
     pub post: Vec<Fork>,
+    /// Windows to keep after it.
+    pub retain: Vec<Retention>,
+    /// Labels that are planned together.
+    pub combined: Vec<CombinedLabel>,
 }
 
 /// A step.
@@ -62,15 +66,36 @@ impl Step {
         rids
     }
 
-    /// The labels, each once, in order of first appearance.
-    pub fn labels(&self) -> Vec<LabelId> {
+    fn combined(&self) -> &[CombinedLabel] {
+        self.options.as_ref().map_or(&[], |o| &o.combined)
+    }
+
+    /// The label that rows of `label` are planned under.
+    pub fn plan_label(&self, label: LabelId) -> LabelId {
+        let of = self.combined().iter().find(|c| c.source == label);
+        of.map_or(label, |c| c.combined)
+    }
+
+    /// The plan labels, each once, in order of first appearance.
+    pub fn plan_labels(&self) -> Vec<LabelId> {
         let mut labels: Vec<LabelId> = Vec::new();
-        for row in &self.rows {
-            if !labels.contains(&row.label) {
-                labels.push(row.label);
+        for label in self.rows.iter().map(|row| self.plan_label(row.label)) {
+            if !labels.contains(&label) {
+                labels.push(label);
             }
         }
         labels
+    }
+
+    /// The rows of a plan label as they are packed: those of a combined one source by source.
+    pub fn rows_of(&self, plan_label: LabelId) -> Vec<usize> {
+        let sources = self.combined().iter().filter(|c| c.combined == plan_label);
+        let mut sources: Vec<LabelId> = sources.map(|c| c.source).collect();
+        if sources.is_empty() {
+            sources.push(plan_label);
+        }
+        let of = |label| (0..self.rows.len()).filter(move |&r| self.rows[r].label == label);
+        sources.into_iter().flat_map(of).collect()
     }
 
     fn lease(&self) -> SlotLease {
@@ -186,16 +211,17 @@ impl Columns {
 }
 
 fn cache_options(options: &CacheOptions) -> KvStepOptions {
-    let list = |forks: &[Fork]| {
+    fn list<T: Copy>(items: &[T]) -> PlanVec<T> {
         let mut list = PlanVec::default();
-        forks.iter().for_each(|&fork| list.push(fork));
+        items.iter().for_each(|&item| list.push(item));
         list
-    };
+    }
     KvStepOptions {
         commit: !options.discard,
         pre_forks: list(&options.pre),
         post_forks: list(&options.post),
-        ..KvStepOptions::default()
+        retention: list(&options.retain),
+        combined_labels: list(&options.combined),
     }
 }
 

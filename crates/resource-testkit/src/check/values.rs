@@ -107,7 +107,7 @@ impl Cells {
         plans: &[TypedRef<'static>],
         tokens: &[u64],
     ) -> Result<(), String> {
-        for label in step.labels() {
+        for label in step.plan_labels() {
             let mine = of_label(step, tokens, label);
             if mine.is_empty() {
                 continue;
@@ -187,26 +187,22 @@ impl Cells {
     }
 }
 
-/// The tokens of one label's rows, in packed order.
-pub fn of_label(step: &Step, tokens: &[u64], label: LabelId) -> Vec<u64> {
-    let mut first = 0;
-    let mut mine = Vec::new();
+/// The tokens of one plan label's rows, in packed order.
+fn of_label(step: &Step, tokens: &[u64], label: LabelId) -> Vec<u64> {
+    let mut ends = Vec::new();
     for row in &step.rows {
-        let own = first..first + row.span as usize;
-        first = own.end;
-        if row.label == label {
-            mine.extend(&tokens[own]);
-        }
+        ends.push(ends.last().unwrap_or(&0) + row.span as usize);
     }
-    mine
+    let own = |row: usize| &tokens[ends[row] - step.rows[row].span as usize..ends[row]];
+    step.rows_of(label).into_iter().flat_map(own).copied().collect()
 }
 
 /// The row of a plan that is this row of its step: groups take rows label by label.
 pub fn planned_row(step: &Step, plan: &KvPlan, row: usize) -> Option<usize> {
     let wanted = step.rows[row];
-    let group = plan.group(wanted.label)?;
+    let label = step.plan_label(wanted.label);
+    let group = plan.group(label)?;
     let rows = group.first_row as usize..(group.first_row + group.num_rows) as usize;
-    let before = step.rows[..row].iter().filter(|r| r.label == wanted.label).count();
-    let at = rows.start + before;
+    let at = rows.start + step.rows_of(label).iter().position(|&r| r == row)?;
     (rows.contains(&at) && plan.request[at] == wanted.rid).then_some(at)
 }

@@ -7,7 +7,7 @@ use resource_api::{AdmitOutcome, ErrorKind, FailureReason, KvCache, LabelId, Typ
 use super::super::model::Expected;
 use super::super::ops::{LABELS, Row3, SLOTS, Shape};
 use super::super::rig::{Plans, told};
-use super::super::step::{Row, Step};
+use super::super::step::{CacheOptions, Row, Step};
 use super::super::values::planned_row;
 use super::{Outcome, PROBE, Play, fails};
 
@@ -19,6 +19,13 @@ impl Play {
             && (e.kind() == ErrorKind::PANICKED || e.kind() == ErrorKind::POISONED)
         {
             return Err(told(e));
+        }
+        // Windows and combined labels are more than a cache must have.
+        let asks = |o: &CacheOptions| !o.retain.is_empty() || !o.combined.is_empty();
+        if step.options.as_ref().is_some_and(asks)
+            && answer.as_ref().is_err_and(|e| e.kind() == ErrorKind::UNSUPPORTED)
+        {
+            return Ok(false);
         }
         let admitted = answer.as_ref().is_ok_and(AdmitOutcome::is_ready);
         match expected {
@@ -64,7 +71,7 @@ impl Play {
             let Some(at) = planned_row(step, plan, row) else {
                 return Err(format!("{step}: padding row {row} is not planned"));
             };
-            let group = plan.group(r.label).map_or(0, |g| g.first_token);
+            let group = plan.group(step.plan_label(r.label)).map_or(0, |g| g.first_token);
             let first = (group + plan.token_start[at]) as usize;
             let written = &plan.write_page[first..first + r.span as usize];
             let read = plan.pages(at, self.cells.facts.page_size);

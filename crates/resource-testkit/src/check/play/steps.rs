@@ -102,6 +102,7 @@ impl Play {
         left.rows.retain(|r| r.slot != slot);
         left.pre = left.pre.filter(|f| f.0 != slot);
         left.post = left.post.filter(|f| f.0 != slot);
+        left.retain = left.retain.filter(|keep| keep.slot != slot);
         let (mut kept, mut first) = (Vec::new(), 0);
         for row in &shape.rows {
             let own = first..first + row.span as usize;
@@ -162,7 +163,11 @@ impl Play {
         // The next step is laid out on what this one will have left.
         let before = std::mem::replace(&mut self.model, *next);
         let (mut staged, digests) = self.step(second);
-        let after = self.model.after(second, &digests);
+        let mut after = self.model.after(second, &digests);
+        // Pages that the running step will let go are not free before it has.
+        if let (Expected::Runs { may_refuse, .. }, Some(_)) = (&mut after, first.retain) {
+            *may_refuse = true;
+        }
         staged.staged = true;
         let is_staged = self.admit(&staged, &after)?;
         if is_staged {
