@@ -22,7 +22,7 @@ def check(code, what):
 
 POINTERS = "q out k v seat span len token_start table partial counter".split()
 LONGS = "page_stride head_stride slot_stride q_stride out_stride".split()
-WORDS = "rows tokens kv_heads group page_size table_stride window causal min_span chunk".split()
+WORDS = "rows tokens kv_heads group page_size table_stride window causal min_span chunk pages seats".split()
 FLOATS = "scale softcap k_scale v_scale".split()
 
 
@@ -159,7 +159,7 @@ class Step:
                     counter=p(self.counter), q_stride=heads * self.head_dim, out_stride=heads * self.head_dim, rows=self.rows,
                     tokens=self.tokens, kv_heads=self.kv_heads, group=self.group, page_size=self.page,
                     table_stride=self.table.shape[1], window=self.window, causal=self.causal, min_span=self.min_span,
-                    chunk=self.chunk, scale=self.scale, softcap=self.softcap, k_scale=self.k_scale, v_scale=self.v_scale, **self.strides)
+                    chunk=self.chunk, pages=self.pool.shape[0], seats=self.table.shape[0], scale=self.scale, softcap=self.softcap, k_scale=self.k_scale, v_scale=self.v_scale, **self.strides)
 
     def reference(self, r):
         """Row r in float64: [span, heads, head_dim]."""

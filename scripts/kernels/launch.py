@@ -28,6 +28,19 @@ def _check(code, what):
         raise RuntimeError(f"{what}: {(text.value or b'?').decode()} ({code})")
 
 
+class _Attribute(ctypes.Structure):
+    _fields_ = [("id", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_int * 16)]
+
+
+class _Config(ctypes.Structure):
+    _fields_ = ([(n, ctypes.c_uint) for n in ("gx", "gy", "gz", "bx", "by", "bz", "shared")]
+                + [("stream", ctypes.c_void_p), ("attributes", ctypes.POINTER(_Attribute)),
+                   ("count", ctypes.c_uint)])
+
+
+_PROGRAMMATIC_STREAM_SERIALIZATION = 6
+
+
 class Module:
     """All kernels of a file. Arguments: tensors and None as addresses, else ctypes values."""
 
@@ -41,7 +54,7 @@ class Module:
         _check(_cuda.cuModuleLoadData(ctypes.byref(self.module), cubin), f"loading {file}")
         self.found = {}
 
-    def launch(self, name, grid, threads, *args, shared=0):
+    def launch(self, name, grid, threads, *args, shared=0, overlap=False):
         if name not in self.found:
             function = ctypes.c_void_p()
             code = _cuda.cuModuleGetFunction(ctypes.byref(function), self.module, name.encode())
@@ -58,9 +71,13 @@ class Module:
         pointers = (ctypes.c_void_p * len(values))(
             *[ctypes.cast(ctypes.pointer(v), ctypes.c_void_p) for v in values])
         grid = (grid, 1, 1) if isinstance(grid, int) else (*grid, 1)[:3]
-        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-        _check(_cuda.cuLaunchKernel(self.found[name], *grid, threads, 1, 1, shared, stream, pointers,
-                                    None), name)
+        if shared:
+            _check(_cuda.cuFuncSetAttribute(self.found[name], 8, shared), name)
+        stream = torch.cuda.current_stream().cuda_stream
+        attribute = _Attribute(id=_PROGRAMMATIC_STREAM_SERIALIZATION)
+        attribute.value[0] = 1
+        config = _Config(*grid, threads, 1, 1, shared, stream, ctypes.pointer(attribute), int(overlap))
+        _check(_cuda.cuLaunchKernelEx(ctypes.byref(config), self.found[name], pointers, None), name)
 
 
 class Report:

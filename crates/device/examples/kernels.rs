@@ -1,6 +1,6 @@
 //! Compiles the kernels that the engine uses, as `cargo xtask kernels` asks for: prints what each takes
 //! of a multiprocessor, fails on spilled registers (`--check`), writes what a release brings
-//! (`--embed DIR`).
+//! (`--embed DIR`); for every released architecture, or for one (`--arch sm_90a`).
 
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -11,19 +11,28 @@ use device::cuda::{
 };
 
 fn main() -> ExitCode {
-    let mut embed = None;
+    let (mut embed, mut archs) = (None, Arch::RELEASED.to_vec());
     let mut args = std::env::args().skip(1);
     while let Some(arg) = args.next() {
         match (arg.as_str(), &mut args) {
             ("--check", _) => {}
             ("--embed", args) => embed = args.next().map(PathBuf::from),
+            ("--arch", args) => {
+                let name = args.next().unwrap_or_default();
+                archs.retain(|arch| arch.to_string() == name);
+                if archs.is_empty() {
+                    let all = Arch::RELEASED.map(|arch| arch.to_string()).join(", ");
+                    eprintln!("error: --arch {name} is none of {all}");
+                    return ExitCode::from(2);
+                }
+            }
             (other, _) => {
                 eprintln!("error: unknown option {other}");
                 return ExitCode::from(2);
             }
         }
     }
-    match run(embed) {
+    match run(embed, &archs) {
         Ok(0) => ExitCode::SUCCESS,
         Ok(spilling) => {
             eprintln!("error: {spilling} kernels spill more registers than they are meant to");
@@ -37,7 +46,7 @@ fn main() -> ExitCode {
 }
 
 /// Answers how many kernels spill.
-fn run(embed: Option<PathBuf>) -> device::Result<usize> {
+fn run(embed: Option<PathBuf>, archs: &[Arch]) -> device::Result<usize> {
     let started = Instant::now();
     let instances = named_instances();
     println!("NVRTC {}, {} instances", compiler_version()?, instances.len());
@@ -48,7 +57,7 @@ fn run(embed: Option<PathBuf>) -> device::Result<usize> {
     let cache = KernelCache::in_folders(embed.clone(), None);
     let (mut spilling, mut bytes) = (0, 0);
     for instance in &instances {
-        for arch in Arch::RELEASED {
+        for &arch in archs {
             let cubin = compile(instance, arch, &mut spilling)?;
             bytes += cubin.len();
             if embed.is_some() {

@@ -15,6 +15,10 @@
 //
 // All three read the same AttentionArgs, by value as the only kernel parameter. All may be captured in a graph:
 // the launch geometry depends on bounds (rows, tokens, processors) and never on what the columns hold.
+//
+// Columns and table come from a plan, which another library may have made. Whatever they hold, nothing outside of the
+// cache, q, out and the columns is read or written: a row whose seat or tokens there are not is skipped, a page that there
+// is not is read as the last one, and a stream longer than its seat's entries is cut to them.
 #pragma once
 
 typedef unsigned short u16;
@@ -50,18 +54,27 @@ struct AttentionArgs {
     i64 q_stride;            // elements from token to token in q and out: multiples of 8, or q_heads * HEAD_DIM
     i64 out_stride;
     u32 rows;                // rows of the columns (the bucket's bound: rows of span 0 cost nothing)
-    u32 tokens;              // tokens of q and out (attention_exact, attention_prefill: bound of the grid only)
+    u32 tokens;              // tokens of q and out
     u32 kv_heads;
     u32 group;               // query heads per key/value head, 1..=16
     u32 page_size;           // slots per page, any; a multiple of 16 is fast
-    u32 table_stride;        // entries per seat
+    u32 table_stride;        // entries per seat; times page_size, below 2^32
     u32 window;              // 0: none. Otherwise (causal only) a query at position p sees positions above p - window
     u32 causal;              // 1: a query at position p sees positions up to p. 0: it sees the whole stream
     u32 min_span;            // attention_prefill: rows of a smaller span are skipped
     u32 chunk;               // attention_decode: 0, or tokens per part of a stream (a multiple of 16) when results
                              //   may depend on nothing but the row: "batch invariant"
+    u32 pages;               // pages of the cache
+    u32 seats;               // rows of `table`
     float scale;             // logits are q.k * scale; above 0
     float softcap;           // 0: none. Otherwise logits become softcap * tanh(logit / softcap)
     float k_scale;           // KV_E4M3: key = stored * k_scale, value = stored * v_scale. Otherwise 1
     float v_scale;
+
+    __device__ __forceinline__ u32 length(u32 row) const { return min(len[row], table_stride * page_size); }
+    __device__ __forceinline__ u32 page(u32 entry) const { return min(entry, pages - 1); }
+    // Whether there are the row's seat and its tokens.
+    __device__ __forceinline__ bool has(u32 row, u32 its_span) const {
+        return seat[row] < seats && its_span <= tokens && token_start[row] <= tokens - its_span;
+    }
 };

@@ -31,23 +31,11 @@
 
 #include "decode_load.cuh"
 #include "decode_parts.cuh"
-
-// With programmatic stream serialization a kernel may begin while the one before it still runs, and does what it can
-// until that has ended.
-DEVICE void kernel_behind_may_begin() {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
-}
-DEVICE void after_kernel_before() {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
+#include "overlap.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_decode(const __grid_constant__ AttentionArgs a) {
     extern __shared__ __align__(128) char memory[];
-    kernel_behind_may_begin();
+    KERNEL_BEHIND_MAY_BEGIN();
     u64* barrier_memory = (u64*)(memory + WARPS * STAGES * STAGE + QUERY_BYTES);
     Shared& shared = *(Shared*)(barrier_memory + (WARPS * STAGES + 1) / 2 * 2);
     const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -64,11 +52,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_decode(const 
     Loader loader = {work, segment, segment.first + warp, 0, 0, warp, lane, stages, barriers,
                      a.slot_stride == HEAD_DIM && a.page_size % TILE == 0};
     if (works && loader.runs) loader.look_up();
-    after_kernel_before();
+    AFTER_KERNEL_BEFORE();
 
     if (empty)
         for (u32 row = blockIdx.x; row < a.rows; row += gridDim.x)
-            if (a.span[row] == 1 && a.len[row] == 0) {
+            if (a.span[row] == 1 && a.len[row] == 0 && a.has(row, 1)) {
                 QElement* out = (QElement*)a.out + (i64)a.token_start[row] * a.out_stride;
                 for (u32 i = threadIdx.x; i < a.kv_heads * a.group * HEAD_DIM / 2; i += THREADS) store_out2(out + 2 * i, 0.f, 0.f);
             }
@@ -79,7 +67,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_decode(const 
     Accumulator acc;
     acc.clear();
     const float scale2 = a.scale * a.k_scale * LOG2E;
-    u32 len = a.len[segment.row], begin = work.begin_token(len), tile = segment.first + warp;
+    u32 len = a.length(segment.row), begin = work.begin_token(len), tile = segment.first + warp;
     u32 filled = 0, free = STAGES;    // stages: next to be filled, how many may be
     u32 stage = 0, parity = 0;        // next to be read
     bool parts_written = false, whole = true, fresh = true;
@@ -186,7 +174,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_decode(const 
         fresh = true;
         query.load(a, segment.row, segment.head);
         acc.clear();
-        len = a.len[segment.row], begin = work.begin_token(len), tile = segment.first + warp;
+        len = a.length(segment.row), begin = work.begin_token(len), tile = segment.first + warp;
     }
     if (parts_written) finish(work, shared.split, shared.split_parts, (u32*)memory);
 }

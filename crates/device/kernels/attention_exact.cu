@@ -46,7 +46,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 4) attention_exact(cons
     if (threadIdx.x == 0) found = ~0u;
     __syncthreads();
     for (u32 row = threadIdx.x; row < a.rows; row += 32 * WARPS)
-        if (token - a.token_start[row] < a.span[row]) found = row;
+        if (token - a.token_start[row] < a.span[row] && a.has(row, a.span[row])) found = row;
     const QElement* q = (const QElement*)a.q + (i64)token * a.q_stride + head * HEAD_DIM;
     __syncthreads();
     const u32 row = found;
@@ -54,7 +54,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 4) attention_exact(cons
     for (u32 i = threadIdx.x; i < HEAD_DIM / 4; i += 32 * WARPS) query[i] = load_q4(q + 4 * i);
     __syncthreads();
 
-    const u32 len = a.len[row], next = len - a.span[row] + (token - a.token_start[row]) + 1;
+    const u32 len = a.length(row), next = len - a.span[row] + (token - a.token_start[row]) + 1;
     const u32 end = a.causal ? min(next, len) : len, begin = a.window && next > a.window ? next - a.window : 0;
     const Element* k = (const Element*)a.k + head / a.group * a.head_stride;
     const Element* v = (const Element*)a.v + head / a.group * a.head_stride;
@@ -67,7 +67,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 4) attention_exact(cons
         i64 offset = 0;
         float score = MINUS_INF;
         if (position < end) {
-            offset = table[position / a.page_size] * a.page_stride + position % a.page_size * a.slot_stride;
+            offset = a.page(table[position / a.page_size]) * a.page_stride + position % a.page_size * a.slot_stride;
             float product = 0.f;
 #pragma unroll 4
             for (u32 i = 0; i < HEAD_DIM / 4; i++) {

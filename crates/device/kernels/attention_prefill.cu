@@ -49,7 +49,7 @@ struct Item {
     DEVICE void set(const AttentionArgs& a, u32 of_row, u32 first_query) {
         row = of_row, first = first_query;
         queries = a.span[row] * a.group;
-        len = a.len[row], start = len - a.span[row];
+        len = a.length(row), start = len - a.span[row];
         const u32 behind_first = start + first / a.group + 1;
         const u32 behind_last = start + (min(first + BLOCK_M, queries) - 1) / a.group + 1;
         end = a.causal ? min(behind_last, len) : len;
@@ -67,7 +67,8 @@ DEVICE bool find_item(const AttentionArgs& a, Item& found) {
     for (u32 from = 0; from < a.rows && carry <= blockIdx.x; from += THREADS) {
         const u32 row = from + threadIdx.x;
         const u32 span = row < a.rows ? a.span[row] : 0;
-        const u32 mine = span && span >= a.min_span ? (span * a.group + BLOCK_M - 1) / BLOCK_M : 0;
+        const bool taken = span && span >= a.min_span && a.has(row, span);
+        const u32 mine = taken ? (span * a.group + BLOCK_M - 1) / BLOCK_M : 0;
         u32 before = mine;
 #pragma unroll
         for (int step = 1; step < 32; step *= 2) {
@@ -102,7 +103,7 @@ struct Loader {
     DEVICE void look_up(u32 pass) {
         const u32 position = pass * BLOCK_N + row_of(lane % 16);
         const u32* table = a.table + (u64)a.seat[item.row] * a.table_stride;
-        page = position >= item.begin && position < item.end ? table[position / a.page_size] : 0;
+        page = position >= item.begin && position < item.end ? a.page(table[position / a.page_size]) : 0;
     }
 
     DEVICE void load(u32 pass, u32 target) {

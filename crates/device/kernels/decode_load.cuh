@@ -1,46 +1,7 @@
 // attention_decode: how keys and values come into shared memory.
 #pragma once
 #include "decode_work.cuh"
-
-#ifndef COPY_ENGINE
-#define COPY_ENGINE (__CUDA_ARCH__ >= 900)  // bulk copies; otherwise 16 bytes at a time
-#endif
-
-// A stage's barrier completes when its bytes are there: counted by the copy engine, or by the lanes.
-#if COPY_ENGINE
-constexpr int ARRIVALS = 1;
-DEVICE void barrier_expect(u32 barrier, u32 bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
-}
-DEVICE void copy_bulk(u32 shared, const void* global, u32 bytes, u32 barrier) {
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared),
-                 "l"(global), "r"(bytes), "r"(barrier) : "memory");
-}
-// Between ordinary accesses to shared memory and the copy engine's that follow.
-DEVICE void async_proxy_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-#else
-constexpr int ARRIVALS = 32;
-DEVICE void copy_async_arrive(u32 barrier) {
-    asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");
-}
-DEVICE void async_proxy_fence() {}
-#endif
-
-DEVICE void barrier_init(u32 barrier) {
-    asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(ARRIVALS) : "memory");
-}
-
-DEVICE void barrier_wait(u32 barrier, u32 parity) {
-    u32 done;
-    do {
-#if __CUDA_ARCH__ >= 900
-        asm volatile("{.reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
-#else
-        asm volatile("{.reg .pred p; mbarrier.test_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
-#endif
-                     : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
-    } while (!done);
-}
+#include "async_copy.cuh"
 
 // Brings the tiles of one warp ahead of their use: tiles warp, warp + WARPS, ... of every segment of the block.
 struct Loader {
@@ -65,7 +26,7 @@ struct Loader {
     DEVICE i64 token_element(u32 position) const {
         const AttentionArgs& a = work.a;
         u32 index = divide(position, a.page_size);
-        u32 page = a.table[(u64)a.seat[at.row] * a.table_stride + index];
+        u32 page = a.page(a.table[(u64)a.seat[at.row] * a.table_stride + index]);
         return page * a.page_stride + (position - index * a.page_size) * a.slot_stride + at.head * a.head_stride;
     }
 
@@ -93,7 +54,7 @@ struct Loader {
         }
 #endif
         // Token by token; what is not in the stream isn't read.
-        u32 token = lane % 16, len = work.a.len[at.row], position = tile * TILE + token;
+        u32 token = lane % 16, len = work.a.length(at.row), position = tile * TILE + token;
         bool inside = position < len && position >= work.begin_token(len);
         i64 bytes = inside ? token_element(position) * ESIZE : 0;
 #if COPY_ENGINE

@@ -109,7 +109,7 @@ struct Work {
                 s.unit += per_head - offset;
                 continue;
             }
-            const u32 len = a.len[s.row], last = (len + TILE - 1) / TILE;
+            const u32 len = a.length(s.row), last = (len + TILE - 1) / TILE;
             s.first = begin_token(len) / TILE;
             if (chunk_tiles()) {
                 s.units = 1, s.first += offset * chunk_tiles(), s.end = min(s.first + chunk_tiles(), last);
@@ -145,13 +145,11 @@ DEVICE bool count_units(Work& work, Shared& shared) {
     const u32 each = (a.rows + THREADS - 1) / THREADS, first = threadIdx.x * each, end = min(first + each, a.rows);
     u32 own_streams = 0, own_units = 0, most = 0, empty = 0;
     for (u32 row = first; row < end; row++) {
-        // The other columns are wanted next: have them near.
-        u32 unused;
-        asm volatile("ld.global.u32 %0, [%1];" : "=r"(unused) : "l"(a.seat + row));
-        asm volatile("ld.global.u32 %0, [%1];" : "=r"(unused) : "l"(a.token_start + row));
-        const u32 len = a.len[row], span = a.span[row], units = span == 1 ? work.stream_units(len) : 0;
+        const u32 len = a.length(row);
+        const bool taken = a.span[row] == 1 & a.has(row, 1);
+        const u32 units = taken ? work.stream_units(len) : 0;
         shared.before[row + 1] = units;
-        most = max(most, units), own_streams += units > 0, own_units += units, empty |= span == 1 && len == 0;
+        most = max(most, units), own_streams += units > 0, own_units += units, empty |= taken && len == 0;
     }
     most = __reduce_max_sync(~0u, most);
     const u32 warp_streams = __reduce_add_sync(~0u, own_streams), warp_units = __reduce_add_sync(~0u, own_units);

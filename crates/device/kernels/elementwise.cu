@@ -4,6 +4,7 @@
 // otherwise, pointers are 16-byte aligned and widths and strides multiples of 8. Blocks may have any
 // size; "items" is what the grid has to have threads for.
 
+#include "overlap.cuh"
 #include "types.cuh"
 
 DEVICE u64 thread_id() { return (u64)blockIdx.x * blockDim.x + threadIdx.x; }
@@ -26,6 +27,7 @@ struct GeluTanh {
 // in [rows, 2 * width], out [rows, width], contiguous. Items: rows * width / 8.
 template <class F, class T>
 DEVICE void gated(const T* in, T* out, u32 rows, u32 width) {
+  IN_TURN();
   u64 id = thread_id();
   u32 items = width / 8;
   u64 row = id / items;
@@ -55,6 +57,7 @@ GATED(GeluTanh, gelu_tanh_mul, float, f32)
 template <class T, class Out>
 DEVICE void embed(const u32* ids, const T* table, Out* out, u32 tokens, u32 vocabulary, u32 width,
                   float scale) {
+  IN_TURN();
   u64 id = thread_id();
   u32 items = width / 8;
   u64 token = id / items;
@@ -82,6 +85,7 @@ EMBED(float, f32, bf16, bf16)
 // x[r] += bias. x [rows, width] contiguous, bias [width]. Items: rows * width / 8.
 template <class T>
 DEVICE void add_bias(T* x, const float* bias, u32 rows, u32 width) {
+  IN_TURN();
   u64 id = thread_id();
   u32 items = width / 8;
   if (id / items >= rows) return;
@@ -105,6 +109,7 @@ ADD_BIAS(float, f32)
 // ceil(count / 8).
 template <class To, class From, class F>
 DEVICE void map(To* to, const From* from, u64 count, F f) {
+  IN_TURN();
   u64 at = thread_id() * 8;
   if (at + 8 <= count) {
     float x[8];
@@ -172,6 +177,7 @@ constexpr u32 NO_ROW = 0xffffffffu;
 extern "C" __global__ void __launch_bounds__(256) gather_rows(const u8* in, u8* out,
                                                               const u32* rows, u32 count,
                                                               u64 row_bytes) {
+  IN_TURN();
   u64 id = thread_id(), items = row_bytes / 16;
   u64 row = id / items, at = id % items * 16;
   if (row >= count || rows[row] == NO_ROW) return;

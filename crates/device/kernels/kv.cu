@@ -6,6 +6,7 @@
 // skipped. Pointers are 16-byte aligned (8-byte for an fp8
 // cache), strides and `dim` multiples of 8, unless a kernel says otherwise.
 
+#include "overlap.cuh"
 #include "rope.cuh"
 
 // Where one layer's keys and values lie.
@@ -48,6 +49,7 @@ template <class T, class C>
 DEVICE void kv_write(const T* k, i64 k_token_stride, i64 k_head_stride, const T* v,
                      i64 v_token_stride, i64 v_head_stride, const u32* write_page,
                      const u32* write_slot, Pages<C> pages, u32 heads, u32 dim, u32 wide) {
+  IN_TURN();
   u32 items = wide ? dim / 8 : dim;
   u32 item = blockIdx.y * blockDim.x + threadIdx.x;
   u32 row = item / items, part = item % items;
@@ -132,6 +134,7 @@ DEVICE void rope_write(T* q, i64 q_token_stride, u32 q_heads, const T* k, i64 k_
                        const float* q_weight, const float* k_weight, float eps,
                        const u32* positions, const u64* phases, u32 pairs, u32 interleaved,
                        const u32* write_page, const u32* write_slot, Pages<C> pages) {
+  IN_TURN();
   u32 thread = blockIdx.y * blockDim.x + threadIdx.x;
   u32 row = thread / lanes, part = thread % lanes;
   bool has_some = row < q_heads + 2 * heads && part * 16 < dim;

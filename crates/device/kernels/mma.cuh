@@ -6,6 +6,8 @@
 
 #define DEVICE __device__ __forceinline__
 
+#include "async_copy.cuh"
+
 constexpr float LOG2E = 1.4426950408889634f;
 #define MINUS_INF __int_as_float(0xff800000)
 
@@ -109,10 +111,6 @@ DEVICE void ldmatrix4_transposed(u32 (&r)[4], u32 address) {
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address));
 }
 
-// 16 bytes from global to shared memory; with bytes = 0 nothing is read and zeros are written.
-DEVICE void copy_async16(u32 shared, const void* global, u32 bytes = 16) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(bytes) : "memory");
-}
 DEVICE void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int N> DEVICE void copy_async_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory"); }
 

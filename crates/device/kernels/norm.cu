@@ -6,6 +6,7 @@
 // `head_norm_<in and out>`. Weights are float32. Sizes and strides count elements. Pointers are
 // 16-byte aligned, widths and strides are multiples of 8, and a width is at most 2 * 8 * blockDim.x.
 
+#include "overlap.cuh"
 #include "types.cuh"
 
 // A row's share of one thread: chunks of 8, `blockDim.x` chunks apart.
@@ -71,6 +72,7 @@ template <class In, class Out>
 DEVICE void rms_norm(const In* x, i64 x_stride, const float* weight, Out* out, i64 out_stride,
                      u32 width, float eps) {
   __shared__ float room[32];
+  IN_TURN();
   x += blockIdx.x * x_stride;
   out += blockIdx.x * out_stride;
 #define CALL(chunks) norm_row<chunks>(x, weight, out, width, eps, room)
@@ -137,6 +139,7 @@ template <class Residual, class T>
 DEVICE void add_rms_norm(Residual* residual, const T* x, const float* post, const float* weight,
                          T* out, u32 width, float eps) {
   __shared__ float room[32];
+  IN_TURN();
   i64 first = (i64)blockIdx.x * width;
 #define CALL(chunks)                                                                              \
   add_norm_row<chunks>(residual + first, x + first, post, weight, out + first, width, eps, room)
@@ -162,6 +165,7 @@ ADD_RMS_NORM(float, f32, float, f32)
 template <class T>
 DEVICE void head_norm(T* x, i64 token_stride, i64 head_stride, const float* weight, u32 tokens,
                       u32 heads, u32 dim, u32 lanes, float eps) {
+  IN_TURN();
   u64 thread = (u64)blockIdx.x * blockDim.x + threadIdx.x;
   u64 head = thread / lanes;
   u32 at = (u32)(thread % lanes) * 8;

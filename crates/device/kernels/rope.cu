@@ -2,6 +2,7 @@
 //
 // Names end in the element type. Sizes and strides count elements.
 
+#include "overlap.cuh"
 #include "rope.cuh"
 
 // Turns queries and keys by the position of each token.
@@ -15,6 +16,7 @@ template <class T>
 DEVICE void rope_in_place(T* q, i64 q_token_stride, i64 q_head_stride, u32 q_heads, T* k,
                           i64 k_token_stride, i64 k_head_stride, u32 k_heads, const u32* positions,
                           const u64* phases, u32 pairs, u32 dim, u32 interleaved, u32 wide) {
+  IN_TURN();
   Rope rope = {phases, pairs, dim, interleaved != 0};
   u32 items = wide ? pairs / 8 : pairs;
   u32 item = blockIdx.y * blockDim.x + threadIdx.x;

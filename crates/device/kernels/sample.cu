@@ -15,6 +15,7 @@
 //   sums     [rows, 2, blocks] u64 scratch
 // Nothing need be initialized. Rows that are aligned to 16 bytes are read faster.
 
+#include "overlap.cuh"
 #include "sample_pick.cuh"
 
 constexpr u32 CHUNK = 8192;
@@ -46,6 +47,7 @@ extern "C" __global__ void __launch_bounds__(CHUNK_THREADS) sample_best(
     const u32* seen, u32 set_words, const SampleRow* how, u64* bests, u32* keys, u32 chunks,
     u32 blocks) {
   __shared__ u64 room[CHUNK_THREADS / 32];
+  IN_TURN();
   SampleRow own = how[blockIdx.y];
   Logits of_model = logits_of(model, model_stride, vocabulary, nullptr, 0, own);
   of_model.seen = nullptr;
@@ -106,6 +108,7 @@ extern "C" __global__ void __launch_bounds__(CHUNK_THREADS) sample_sums(
     const float* model, i64 model_stride, const float* logits, i64 logits_stride, u32 vocabulary,
     const u32* seen, u32 set_words, const SampleRow* how, const u64* bests, u64* sums, u32 chunks,
     u32 blocks) {
+  IN_TURN();
   SampleRow own = how[blockIdx.y];
   Logits of_model = logits_of(model, model_stride, vocabulary, nullptr, 0, own);
   of_model.seen = nullptr;
@@ -154,6 +157,7 @@ extern "C" __global__ void __launch_bounds__(PICK_THREADS) sample_pick(
     const u32* seen, u32 set_words, const SampleRow* how, const u64* bests, const u32* keys,
     u64* sums, u32 chunks, u32 blocks, Sampled* out) {
   __shared__ Desk desk;
+  IN_TURN();
   SampleRow own = how[blockIdx.y];
   Logits drawn = logits_of(logits, logits_stride, vocabulary, seen, set_words, own);
   u64 model_entry = max_of(bests + (u64)blockIdx.y * 2 * chunks, chunks);

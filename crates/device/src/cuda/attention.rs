@@ -46,7 +46,7 @@ pub struct AttentionRows {
     pub len: DeviceColumn<u32>,
     /// First query token in `q` and `out`.
     pub token_start: DeviceColumn<u32>,
-    /// Pages of the streams, in order, `table_stride` per seat. Each must be a page of the cache.
+    /// Pages of the streams, in order, `table_stride` per seat.
     pub table: DeviceColumn<u32>,
     /// Entries per seat.
     pub table_stride: u32,
@@ -66,7 +66,8 @@ pub struct PagedAttention {
 #[derive(Debug)]
 enum Kernels {
     Fast {
-        decode: Decode,
+        /// `None` where rows of one token are prefilled too.
+        decode: Option<Decode>,
         prefill: Kernel,
     },
     /// Any shape, in f32 arithmetic.
@@ -95,43 +96,28 @@ impl PagedAttention {
             let kernel = load(&shape.exact(), "attention_exact")?;
             return Ok(Self { shape, kernels: Kernels::Exact(kernel) });
         }
-        let limit = context.facts().shared_per_block;
-        let geometry = shape.decode_geometry(limit);
-        let (need, rows) = (geometry.shared(shape.max_rows), shape.max_rows);
-        if need > limit {
-            let reason = format!(
-                "{rows} rows at once take {need} bytes of a multiprocessor's memory, {} has {limit}: \
-                 lower max_batch",
-                context.device()
-            );
-            return Err(Error::Tensor { what: "attention", reason });
-        }
-        let kernel = load(&shape.decode(geometry), "attention_decode")?;
-        kernel.allow_shared(need)?;
         let prefill = load(&shape.prefill(), "attention_prefill")?;
         prefill.allow_shared(shape.prefill_shared())?;
-
-        let blocks = context.facts().multiprocessors;
-        let per_part = geometry.group_tile as usize * (shape.head_dim as usize + 2);
-        let (parts, counters) = match shape.chunk() {
-            0 => (16 * blocks as usize, 8 * blocks as usize + 2),
-            chunk => {
-                let heads = shape.max_rows as usize * shape.kv_heads as usize;
-                (heads * shape.max_len.div_ceil(chunk) as usize, heads + 2)
-            }
-        };
-        let partial = DeviceBuffer::new(context, parts * per_part)?;
-        let workspace = Mutex::new((partial, DeviceBuffer::zeroed(context, counters)?));
-        let decode = Decode { kernel, geometry, workspace, blocks };
+        // Decode deals a stream to as many processors as the batch leaves it, and adds in their order. Prefill
+        // adds in the stream's own.
+        let decode = (!shape.batch_invariant).then(|| Decode::new(context, &shape)).transpose()?;
         Ok(Self { shape, kernels: Kernels::Fast { decode, prefill } })
+    }
+
+    /// Bytes of device memory that [`PagedAttention::new`] takes.
+    pub fn bytes(context: &Context, shape: &AttentionShape) -> u64 {
+        let is_split = shape.is_fast() && !shape.batch_invariant;
+        let (partial, counters) = Decode::room(context, shape);
+        if is_split { 4 * (partial + counters) as u64 } else { 0 }
     }
 
     /// `out[t] = softmax(scale * q[t] kᵀ) v` over the stream of token t's row, later. `q` and `out` are
     /// `[tokens, heads, head_dim]`, whole tokens any stride apart; `k` and `v` are one layer of the
     /// cache, `[pages, slots, kv_heads, head_dim]`, with its strides. Tokens of no row are left alone.
     ///
-    /// What the columns hold is not checked: seats of the table, pages of the cache, lengths that the
-    /// table has pages for (and of at most `max_len`), and tokens that `q` and `out` have.
+    /// Whatever the columns hold, only these tensors are touched: a row whose seat or tokens there are not
+    /// is left alone, a page that there is not is taken for another, and a stream is as long as its seat
+    /// has entries for.
     ///
     /// # Errors
     /// [`Error::Tensor`], [`Error::Length`] where tensors or columns do not fit the shape.
@@ -165,7 +151,11 @@ impl PagedAttention {
         if !is_rule {
             return Err(Error::Tensor { what: "attention", reason: format!("{rule:?}") });
         }
-        if count == 0 || tokens == 0 {
+        let most = u64::from(rows.table_stride) * u64::from(cache.page_size);
+        if most > u64::from(u32::MAX) {
+            return Err(Error::TooLarge { what: "a row of the page table" });
+        }
+        if count == 0 || tokens == 0 || most == 0 {
             return Ok(());
         }
         let mut args = AttentionArgs {
@@ -194,7 +184,9 @@ impl PagedAttention {
             window: rule.window,
             causal: u32::from(rule.causal),
             min_span: 2,
-            chunk: shape.chunk(),
+            chunk: 0,
+            pages: cache.pages,
+            seats: (rows.table.len() / rows.table_stride as usize).min(u32::MAX as usize) as u32,
             scale: rule.scale,
             softcap: rule.softcap,
             k_scale: 1.0,
@@ -203,14 +195,20 @@ impl PagedAttention {
         match &self.kernels {
             Kernels::Exact(kernel) => {
                 let blocks = (tokens, shape.heads, 1);
-                launch(kernel, stream, Grid { blocks, threads: (128, 1, 1), shared: 0 }, args)
+                launch(
+                    kernel,
+                    stream,
+                    Grid { blocks, threads: (128, 1, 1), shared: 0 },
+                    args,
+                    false,
+                )
             }
             Kernels::Fast { decode, prefill } => {
-                if rows.has_single {
+                if let Some(decode) = decode.as_ref().filter(|_| rows.has_single) {
                     decode.run(stream, args)?;
                 }
-                if rows.has_many {
-                    args.min_span = 2;
+                args.min_span = if decode.is_some() { 2 } else { 1 };
+                if rows.has_many || decode.is_none() {
                     let queries = u64::from(tokens) * u64::from(shape.group());
                     let blocks = queries.div_ceil(u64::from(shape.block_m())) as u32 + count as u32;
                     let grid = Grid {
@@ -218,7 +216,7 @@ impl PagedAttention {
                         threads: (128, 1, 1),
                         shared: shape.prefill_shared() as u32,
                     };
-                    launch(prefill, stream, grid, args)?;
+                    launch(prefill, stream, grid, args, false)?;
                 }
                 Ok(())
             }
@@ -227,6 +225,35 @@ impl PagedAttention {
 }
 
 impl Decode {
+    fn new(context: &Arc<Context>, shape: &AttentionShape) -> Result<Self> {
+        let limit = context.facts().shared_per_block;
+        let geometry = shape.decode_geometry(limit);
+        let (need, rows) = (geometry.shared(shape.max_rows), shape.max_rows);
+        if need > limit {
+            let reason = format!(
+                "{rows} rows at once take {need} bytes of a multiprocessor's memory, {} has {limit}: \
+                 lower max_batch",
+                context.device()
+            );
+            return Err(Error::Tensor { what: "attention", reason });
+        }
+        let module = Module::load(context, &shape.decode(geometry))?;
+        let kernel = module.kernel("attention_decode")?;
+        kernel.allow_shared(need)?;
+        let (partial, counters) = Self::room(context, shape);
+        let partial = DeviceBuffer::new(context, partial)?;
+        let workspace = Mutex::new((partial, DeviceBuffer::zeroed(context, counters)?));
+        Ok(Self { kernel, geometry, workspace, blocks: context.facts().multiprocessors })
+    }
+
+    /// Elements of the workspace: parts of streams, and counters.
+    fn room(context: &Context, shape: &AttentionShape) -> (usize, usize) {
+        let blocks = context.facts().multiprocessors as usize;
+        let geometry = shape.decode_geometry(context.facts().shared_per_block);
+        let per_part = geometry.group_tile as usize * (shape.head_dim as usize + 2);
+        (16 * blocks * per_part, 8 * blocks + 2)
+    }
+
     fn run(&self, stream: &Stream, mut args: AttentionArgs) -> Result<()> {
         let workspace = self.workspace.lock().unwrap_or_else(PoisonError::into_inner);
         (args.partial, args.counter) = (workspace.0.address(), workspace.1.address());
@@ -235,19 +262,29 @@ impl Decode {
             threads: (32 * self.geometry.warps, 1, 1),
             shared: self.geometry.shared(args.rows) as u32,
         };
-        launch(&self.kernel, stream, grid, args)
+        launch(&self.kernel, stream, grid, args, true)
     }
 }
 
-fn launch(kernel: &Kernel, stream: &Stream, grid: Grid, args: AttentionArgs) -> Result<()> {
+fn launch(
+    kernel: &Kernel,
+    stream: &Stream,
+    grid: Grid,
+    args: AttentionArgs,
+    is_early: bool,
+) -> Result<()> {
     let mut all = Args::default();
     all.push(args);
     // SAFETY: the kernels' only parameter is this struct. Queries, results and the cache are views of
-    // this device with the strides and sizes passed on (checked by `run`), the columns are promised by
-    // whoever made them to stay allocated, and the workspace is as large as the kernel states for this
-    // geometry. What the columns hold is a promise of theirs too (see the module): seats of the table,
-    // pages of the cache, streams no longer than the table's rows, tokens of `q` and `out`.
-    unsafe { kernel.launch(stream, grid, &all) }
+    // this device with the strides and sizes passed on (checked by `run`), which the kernels compare with
+    // what the columns hold; the columns are promised by whoever made them to stay allocated, and the
+    // workspace is as large as the kernel states for this geometry. Decode waits for the kernel in front.
+    unsafe {
+        match is_early {
+            true => kernel.launch_early(stream, grid, &all),
+            false => kernel.launch(stream, grid, &all),
+        }
+    }
 }
 
 /// As `AttentionArgs` of `attention.cuh`; pointers are device addresses.
@@ -280,6 +317,8 @@ struct AttentionArgs {
     causal: u32,
     min_span: u32,
     chunk: u32,
+    pages: u32,
+    seats: u32,
     scale: f32,
     softcap: f32,
     k_scale: f32,
@@ -292,8 +331,8 @@ mod tests {
 
     #[test]
     fn the_arguments_have_the_kernels_layout() {
-        assert_eq!(size_of::<AttentionArgs>(), 11 * 8 + 5 * 8 + 10 * 4 + 4 * 4);
+        assert_eq!(size_of::<AttentionArgs>(), 11 * 8 + 5 * 8 + 12 * 4 + 4 * 4);
         assert_eq!(std::mem::offset_of!(AttentionArgs, rows), 128);
-        assert_eq!(std::mem::offset_of!(AttentionArgs, scale), 168);
+        assert_eq!(std::mem::offset_of!(AttentionArgs, scale), 176);
     }
 }

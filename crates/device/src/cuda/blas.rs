@@ -18,6 +18,9 @@ use crate::error::{Error, Result};
 /// Bytes of workspace: what the library's best kernels for Hopper ask for.
 const WORKSPACE: usize = 32 << 20;
 
+/// The number of rows that a batch-invariant product's kernel is chosen for.
+const INVARIANT_ROWS: usize = 64;
+
 /// What the library takes for granted of every matrix when it chooses a kernel.
 const ALIGNMENT: u64 = 256;
 
@@ -28,6 +31,7 @@ pub struct Blas {
     handle: sys::cublasLtHandle_t,
     workspace: DeviceBuffer<i8>,
     plans: Mutex<HashMap<Shape, Arc<Plan>>>,
+    is_batch_invariant: bool,
 }
 
 // SAFETY: the library's calls with one handle are thread safe. The workspace is used by one product
@@ -66,7 +70,20 @@ impl Blas {
         let mut handle = std::ptr::null_mut();
         // SAFETY: the library is open, a context is current, and the pointer is to a local.
         check("cublasLtCreate", unsafe { sys::cublasLtCreate(&mut handle) })?;
-        Ok(Self { context: context.clone(), handle, workspace, plans: Mutex::default() })
+        Ok(Self {
+            context: context.clone(),
+            handle,
+            workspace,
+            plans: Mutex::default(),
+            is_batch_invariant: false,
+        })
+    }
+
+    /// Has every product of a weight use one kernel, whatever the number of rows, that sums each output in one
+    /// sequence: then a row's bits depend on the row alone. Slower for few rows and for many.
+    pub fn set_batch_invariant(&mut self, on: bool) {
+        self.is_batch_invariant = on;
+        self.plans.get_mut().unwrap_or_else(PoisonError::into_inner).clear();
     }
 
     /// `out = x Wᵀ` or `out += x Wᵀ`, later: `x` is `[rows, inputs]` bf16, `weight`
@@ -152,7 +169,7 @@ impl Blas {
             return Ok(plan.clone());
         }
         self.context.bind()?;
-        let plan = Arc::new(Plan::new(self.handle, shape)?);
+        let plan = Arc::new(Plan::new(self.handle, shape, self.is_batch_invariant)?);
         plans.insert(shape, plan.clone());
         Ok(plan)
     }
@@ -186,7 +203,10 @@ unsafe impl Send for Plan {}
 unsafe impl Sync for Plan {}
 
 impl Plan {
-    fn new(handle: sys::cublasLtHandle_t, shape: Shape) -> Result<Self> {
+    fn new(handle: sys::cublasLtHandle_t, shape: Shape, is_batch_invariant: bool) -> Result<Self> {
+        let chosen_for = Shape { rows: INVARIANT_ROWS, ..shape };
+        let like = is_batch_invariant && shape.rows != INVARIANT_ROWS;
+        let like = like.then(|| Self::new(handle, chosen_for, true)).transpose()?;
         let Shape { rows, inputs, outputs, out, .. } = shape;
         let bf16 = sys::cudaDataType::CUDA_R_16BF;
         let f32 = sys::cudaDataType::CUDA_R_32F;
@@ -212,7 +232,8 @@ impl Plan {
         };
         // `CUBLAS_OP_T` of cublas_api.h, which cudarc's bindings of this library leave out.
         let transposed = 1i32;
-        let workspace = WORKSPACE;
+        let workspace = if is_batch_invariant { 0 } else { WORKSPACE };
+        let one_sequence = 0u32;
         // SAFETY: all descriptors were just made; attributes have the types that the library states.
         unsafe {
             result::set_matmul_desc_attribute(
@@ -222,6 +243,10 @@ impl Plan {
                 size_of_val(&transposed),
             )
             .map_err(failed)?;
+            if let Some(like) = like {
+                plan.algorithm = like.algorithm;
+                return plan.checked(handle, shape);
+            }
             let preference = result::create_matmul_pref().map_err(failed)?;
             let chosen = result::set_matmul_pref_attribute(
                 preference,
@@ -229,6 +254,16 @@ impl Plan {
                 (&raw const workspace).cast(),
                 size_of_val(&workspace),
             )
+            .and_then(|()| match is_batch_invariant {
+                // No sums that several blocks have parts of.
+                true => result::set_matmul_pref_attribute(
+                    preference,
+                    sys::cublasLtMatmulPreferenceAttributes_t::CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK,
+                    (&raw const one_sequence).cast(),
+                    size_of_val(&one_sequence),
+                ),
+                false => Ok(()),
+            })
             .and_then(|()| {
                 result::get_matmul_algo_heuristic(
                     handle,
@@ -244,6 +279,30 @@ impl Plan {
             plan.algorithm = chosen.map_err(failed)?.algo;
         }
         Ok(plan)
+    }
+
+    /// The same, if its kernel can compute its shape.
+    fn checked(self, handle: sys::cublasLtHandle_t, shape: Shape) -> Result<Self> {
+        // SAFETY: plain numbers, which the library fills in.
+        let mut found = unsafe { std::mem::zeroed() };
+        // SAFETY: handle, descriptors and algorithm are alive; the pointers are to locals.
+        let code = unsafe {
+            sys::cublasLtMatmulAlgoCheck(
+                handle,
+                self.product,
+                self.weight,
+                self.x,
+                self.out,
+                self.out,
+                &self.algorithm,
+                &mut found,
+            )
+        };
+        check("cublasLtMatmulAlgoCheck", code).map_err(|e| Error::Cuda {
+            call: "cublasLt",
+            reason: format!("a batch-invariant product of {shape:?}: {e}"),
+        })?;
+        Ok(self)
     }
 }
 

@@ -132,7 +132,7 @@ impl KvPool {
         // SAFETY: the signature is (const T*, i64, i64, const T*, i64, i64, const u32*, const u32*, C*,
         // i64 x 4, u32 x 5). The views promise `tokens` rows of heads, the columns as many places, which
         // the kernel compares with the pages and slots that there are; a page's end is inside its stride.
-        unsafe { kernel.launch(stream, self.grid(tokens, items), &args) }
+        unsafe { kernel.launch_early(stream, self.grid(tokens, items), &args) }
     }
 
     /// Reads what lies at `places` in `layer`, later, into contiguous f32 tensors `[tokens, heads, dim]`

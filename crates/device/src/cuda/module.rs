@@ -130,6 +130,39 @@ impl Kernel {
     /// # Errors
     /// [`Error::Cuda`], [`Error::Tensor`] for a stream of another device.
     pub(crate) unsafe fn launch(&self, stream: &Stream, grid: Grid, args: &Args) -> Result<()> {
+        // SAFETY: the caller's promise.
+        unsafe { self.launch_with(stream, grid, args, false) }
+    }
+
+    /// The same for a kernel that says, as `kernels/overlap.cuh` has it, that it may begin before the one
+    /// in front of it has ended. Where devices cannot do that, it begins afterwards.
+    ///
+    /// # Safety
+    /// As for [`Kernel::launch`], and every thread of the kernel waits for the one in front before it
+    /// reads what earlier work of the stream writes, and before it writes.
+    ///
+    /// # Errors
+    /// As for [`Kernel::launch`].
+    pub(crate) unsafe fn launch_early(
+        &self,
+        stream: &Stream,
+        grid: Grid,
+        args: &Args,
+    ) -> Result<()> {
+        let is_able = self.module.context.facts().compute >= (9, 0);
+        // SAFETY: the caller's promise.
+        unsafe { self.launch_with(stream, grid, args, is_able) }
+    }
+
+    /// # Safety
+    /// As for [`Kernel::launch`], or for [`Kernel::launch_early`] where `is_early`.
+    unsafe fn launch_with(
+        &self,
+        stream: &Stream,
+        grid: Grid,
+        args: &Args,
+        is_early: bool,
+    ) -> Result<()> {
         if !Arc::ptr_eq(stream.context(), &self.module.context) {
             let device = self.module.context.device();
             let reason = format!("is of {}, the kernel of {device}", stream.context().device());
@@ -141,24 +174,35 @@ impl Kernel {
         }
         self.module.context.bind()?;
         let mut pointers = args.pointers();
-        // SAFETY: both handles are alive; `pointers` has one entry per argument, into `args`, which
-        // outlives the call (it copies the arguments). The rest is the caller's promise.
-        let code = unsafe {
-            sys::cuLaunchKernel(
-                self.raw,
-                gx,
-                gy,
-                gz,
-                bx,
-                by,
-                bz,
-                grid.shared,
-                stream.raw(),
-                pointers.as_mut_ptr(),
-                std::ptr::null_mut(),
-            )
+        let mut early = programmatic_serialization();
+        let config = sys::CUlaunchConfig {
+            gridDimX: gx,
+            gridDimY: gy,
+            gridDimZ: gz,
+            blockDimX: bx,
+            blockDimY: by,
+            blockDimZ: bz,
+            sharedMemBytes: grid.shared,
+            hStream: stream.raw(),
+            attrs: &mut early,
+            numAttrs: u32::from(is_early),
         };
-        check("cuLaunchKernel", code)
+        // SAFETY: both handles are alive; `pointers` has one entry per argument, into `args`, which
+        // outlives the call (it copies the arguments), as do the attributes. The rest is the caller's
+        // promise.
+        let code = unsafe {
+            sys::cuLaunchKernelEx(&config, self.raw, pointers.as_mut_ptr(), std::ptr::null_mut())
+        };
+        check("cuLaunchKernelEx", code)
+    }
+}
+
+fn programmatic_serialization() -> sys::CUlaunchAttribute {
+    use sys::CUlaunchAttributeID_enum::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION as ID;
+    sys::CUlaunchAttribute {
+        id: ID,
+        pad: [0; 4],
+        value: sys::CUlaunchAttributeValue { programmaticStreamSerializationAllowed: 1 },
     }
 }
 

@@ -128,7 +128,7 @@ impl Ops {
         args.push(width as u32).push(eps);
         // SAFETY: the signature is (const float*, i64, const float*, bf16*, i64, u32, float); one block
         // per row reads and writes a row of that width (checked).
-        unsafe { self.norm_f32_bf16.launch(stream, grid, &args) }
+        unsafe { self.norm_f32_bf16.launch_early(stream, grid, &args) }
     }
 
     /// `residual[r] += x[r] / sqrt(mean(x[r]²) + eps) * weight`: residual f32 `[rows, width]`, x bf16 as
@@ -155,7 +155,7 @@ impl Ops {
         args.push(width as u32).push(eps);
         // SAFETY: the signature is (float*, const bf16*, const float*, const float*, bf16*, u32, float);
         // without the second weight nothing is written to the last pointer. Rows as in `rms_norm`.
-        unsafe { self.add_norm.launch(stream, grid, &args) }
+        unsafe { self.add_norm.launch_early(stream, grid, &args) }
     }
 
     /// The norm of every head by itself, in place: x bf16 `[tokens, heads, dim]` with strided tokens and
@@ -193,7 +193,7 @@ impl Ops {
         args.push(tokens as u32).push(heads as u32).push(dim as u32).push(lanes as u32).push(eps);
         // SAFETY: the signature is (bf16*, i64, i64, const float*, u32, u32, u32, u32, float), and the
         // kernel stays inside the elements that the view describes.
-        unsafe { self.head_norm.launch(stream, grid, &args) }
+        unsafe { self.head_norm.launch_early(stream, grid, &args) }
     }
 
     /// `x[r] += bias`: x bf16 `[rows, width]`, bias f32 `[width]`.
@@ -214,7 +214,7 @@ impl Ops {
         let mut args = Args::default();
         args.push(x).push(bias).push(rows as u32).push(width as u32);
         // SAFETY: the signature is (bf16*, const float*, u32, u32), of tensors with these shapes.
-        unsafe { self.add_bias.launch(stream, grid, &args) }
+        unsafe { self.add_bias.launch_early(stream, grid, &args) }
     }
 
     /// `out[r] = silu(gate) * up`, where row r of `x` is `width` gates, then `width` ups: x bf16
@@ -257,7 +257,7 @@ impl Ops {
         args.push(address).push(count as u64).push(cap);
         let grid = Grid::for_items(count.div_ceil(8), THREADS);
         // SAFETY: the signature is (float*, u64, float), of that many values.
-        unsafe { self.soft_cap.launch(stream, grid, &args) }
+        unsafe { self.soft_cap.launch_early(stream, grid, &args) }
     }
 
     /// `out[r] = x[rows[r]]` for rows of any type, a multiple of 16 bytes wide: rows u32 `[count]`, each
@@ -290,7 +290,7 @@ impl Ops {
         // SAFETY: the signature is (const u8*, u8*, const u32*, u32, u64), of tensors with these shapes.
         // The row numbers are the caller's, who has them from a step that was checked; a wrong one reads
         // device memory only.
-        unsafe { self.gather_rows.launch(stream, grid, &args) }
+        unsafe { self.gather_rows.launch_early(stream, grid, &args) }
     }
 }
 
@@ -308,7 +308,7 @@ fn gated(
     let mut args = Args::default();
     args.push(x).push(out).push(rows as u32).push(width as u32);
     // SAFETY: the signature is (const bf16*, bf16*, u32, u32), of tensors with these shapes.
-    unsafe { kernel.launch(stream, grid, &args) }
+    unsafe { kernel.launch_early(stream, grid, &args) }
 }
 
 /// Where tensors must lie.

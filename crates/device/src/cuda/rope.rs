@@ -90,7 +90,7 @@ impl RopePhases {
         // SAFETY: the signature is (T*, i64, i64, u32, T*, i64, i64, u32, const u32*, const u64*, u32 x 4);
         // the views promise that many heads for each position, exclusively, and no pair lies past a
         // head's end (checked at `new`).
-        unsafe { kernel.launch(stream, grid, &args) }
+        unsafe { kernel.launch_early(stream, grid, &args) }
     }
 
     fn heads(

@@ -182,8 +182,8 @@ impl RowSampler {
         // row's set is one of those uploaded (checked). Each kernel reads what the one before wrote.
         unsafe {
             self.best.launch(stream, grid(chunks, 128), &best)?;
-            self.sums.launch(stream, grid(chunks, 128), &sums)?;
-            self.pick.launch(stream, grid(1, 1024), &pick)?;
+            self.sums.launch_early(stream, grid(chunks, 128), &sums)?;
+            self.pick.launch_early(stream, grid(1, 1024), &pick)?;
         }
         stream.download(&self.out.0, 0, &mut self.out.1, 0, rows)?;
         Ok(&self.out.1.as_slice()?[..rows])

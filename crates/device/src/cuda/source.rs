@@ -17,12 +17,14 @@ macro_rules! sources {
 
 /// Files that others include, by the name they are included by.
 pub(super) const HEADERS: &[(&str, &str)] = sources![
+    "async_copy.cuh",
     "attention.cuh",
     "decode_load.cuh",
     "decode_parts.cuh",
     "decode_tile.cuh",
     "decode_work.cuh",
     "mma.cuh",
+    "overlap.cuh",
     "rope.cuh",
     "sample.cuh",
     "sample_entries.cuh",
@@ -37,6 +39,7 @@ const SOURCES: &[(&str, &str)] = sources![
     "attention_prefill.cu",
     "elementwise.cu",
     "fill.cu",
+    "gemv.cu",
     "kv.cu",
     "norm.cu",
     "rope.cu",
@@ -49,7 +52,7 @@ const SOURCES: &[(&str, &str)] = sources![
 pub fn named_instances() -> Vec<Instance> {
     let mut named = super::attention::named_instances();
     named.extend(super::ops::named_instances());
-    named.extend(["fill.cu", "kv.cu", "rope.cu", "sample.cu"].map(Instance::of));
+    named.extend(["fill.cu", "gemv.cu", "kv.cu", "rope.cu", "sample.cu"].map(Instance::of));
     named
 }
 

@@ -214,6 +214,60 @@ impl Stream {
         check("cuMemcpyDtoDAsync", code)
     }
 
+    /// Copies a contiguous device tensor to the beginning of `to`, later: whoever accesses `to` waits for
+    /// the copy.
+    ///
+    /// # Errors
+    /// [`Error::Tensor`] for a tensor of another type or place; [`Error::Length`] where `to` is shorter;
+    /// [`Error::Cuda`] under capture.
+    pub fn download_tensor<T: Element + Pod>(
+        &self,
+        from: &TensorView<'_>,
+        to: &mut PinnedBuffer<T>,
+    ) -> Result<()> {
+        let source = tensor::contiguous("tensor to download", &self.context, from.raw(), T::DTYPE)?;
+        let elements = from.raw().elements();
+        check_range("elements to download to", 0, elements, to.len())?;
+        if elements == 0 {
+            return Ok(());
+        }
+        let target = to.begin_use(self)?;
+        // SAFETY: the view promises that many elements, and the target has them (checked); as in `download`
+        // for the rest.
+        let code = unsafe {
+            let bytes = elements * size_of::<T>();
+            sys::cuMemcpyDtoHAsync_v2(target.cast(), source, bytes, self.raw)
+        };
+        check("cuMemcpyDtoHAsync", code)?;
+        to.end_use(self)
+    }
+
+    /// The reverse of [`Stream::download_tensor`]. The pinned memory can be accessed again at once: whoever
+    /// does waits for the copy.
+    ///
+    /// # Errors
+    /// As for [`Stream::download_tensor`].
+    pub fn upload_tensor<T: Element + Pod>(
+        &self,
+        from: &mut PinnedBuffer<T>,
+        to: &mut TensorViewMut<'_>,
+    ) -> Result<()> {
+        let target = tensor::contiguous("tensor to upload to", &self.context, to.raw(), T::DTYPE)?;
+        let elements = to.raw().elements();
+        check_range("elements to upload from", 0, elements, from.len())?;
+        if elements == 0 {
+            return Ok(());
+        }
+        let source = from.begin_use(self)?;
+        // SAFETY: as in `download_tensor`, and the view is exclusive.
+        let code = unsafe {
+            let bytes = elements * size_of::<T>();
+            sys::cuMemcpyHtoDAsync_v2(target, source.cast(), bytes, self.raw)
+        };
+        check("cuMemcpyHtoDAsync", code)?;
+        from.end_use(self)
+    }
+
     /// The elements of a device tensor with any strides, in row-major order, once everything that was
     /// put in before is done. One copy per run of neighbouring elements: for tests and tools.
     ///

@@ -22,7 +22,8 @@ pub struct AttentionShape {
     pub max_rows: u32,
     /// Longest stream, in tokens.
     pub max_len: u32,
-    /// Whether a row's result may depend on nothing but the row, down to the bit.
+    /// Whether a token's result may depend on nothing but its query and the keys and values that it sees, down
+    /// to the bit. Long streams of few rows are then slower.
     pub batch_invariant: bool,
 }
 
@@ -35,9 +36,6 @@ pub(super) struct DecodeGeometry {
     row_bytes: u32,
     head_dim: u32,
 }
-
-/// Tokens per part of a stream where results must not depend on the batch.
-const INVARIANT_CHUNK: u32 = 512;
 
 impl AttentionShape {
     pub(super) fn check(&self) -> Result<()> {
@@ -76,10 +74,6 @@ impl AttentionShape {
 
     pub(super) fn group(&self) -> u32 {
         self.heads / self.kv_heads
-    }
-
-    pub(super) fn chunk(&self) -> u32 {
-        if self.batch_invariant { INVARIANT_CHUNK } else { 0 }
     }
 
     pub(super) fn block_m(&self) -> u32 {

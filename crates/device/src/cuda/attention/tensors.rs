@@ -15,6 +15,7 @@ pub(super) struct Cache {
     pub(super) slot: i64,
     pub(super) head: i64,
     pub(super) page_size: u32,
+    pub(super) pages: u32,
 }
 
 impl AttentionShape {
@@ -57,7 +58,7 @@ impl AttentionShape {
             tensor::strided(what, context, v, self.cache)?,
         ];
         let refuse = |reason: String| Err(Error::Tensor { what, reason });
-        let &[_, slots, heads, dim] = k.shape() else {
+        let &[pages, slots, heads, dim] = k.shape() else {
             return refuse(format!("shape {:?}", k.shape()));
         };
         let (need_heads, need_dim) = (i64::from(self.kv_heads), i64::from(self.head_dim));
@@ -76,10 +77,11 @@ impl AttentionShape {
         }
         aligned(what, address[0] | address[1], 16)?;
         let page_size = u32::try_from(slots).map_err(|_| Error::TooLarge { what })?;
-        if page_size == 0 {
-            return refuse("pages have no slots".to_owned());
+        let pages = u32::try_from(pages).map_err(|_| Error::TooLarge { what })?;
+        if page_size == 0 || pages == 0 {
+            return refuse("there are no pages, or they have no slots".to_owned());
         }
-        Ok(Cache { k: address[0], v: address[1], page, slot, head, page_size })
+        Ok(Cache { k: address[0], v: address[1], page, slot, head, page_size, pages })
     }
 }
 
