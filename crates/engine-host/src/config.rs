@@ -58,6 +58,9 @@ pub struct EngineConfig {
     pub preplan: bool,
     /// Whether decode steps on a GPU are captured and replayed; default on.
     pub cuda_graphs: bool,
+    /// Whether, on a GPU, what a request gets does not depend on what runs beside it, to the bit (on the CPU
+    /// it never does); default off.
+    pub batch_invariant: bool,
     /// Seconds after which a call that has not come back is logged; 0 for never; default 10.
     pub watchdog: u64,
     /// Requests in one step at most; default 64.
@@ -164,12 +167,14 @@ pub enum KvDtype {
     F16,
     /// The upper half of single precision.
     Bf16,
+    /// 8 bits, with 4 of exponent and 3 of mantissa; on a GPU.
+    Fp8,
 }
 
 impl KvDtype {
     /// Names in the configuration.
-    pub const NAMES: [(&'static str, Self); 3] =
-        [("f32", Self::F32), ("f16", Self::F16), ("bf16", Self::Bf16)];
+    pub const NAMES: [(&'static str, Self); 4] =
+        [("f32", Self::F32), ("f16", Self::F16), ("bf16", Self::Bf16), ("fp8", Self::Fp8)];
 
     /// Name in the configuration.
     pub fn name(self) -> &'static str {
@@ -177,6 +182,7 @@ impl KvDtype {
             Self::F32 => "f32",
             Self::F16 => "f16",
             Self::Bf16 => "bf16",
+            Self::Fp8 => "fp8",
         }
     }
 }

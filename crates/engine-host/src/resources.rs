@@ -73,6 +73,8 @@ pub struct BuildInfo {
     pub needs_remote_transfer: bool,
     /// Limits that pools are sized by.
     pub limits: EngineLimits,
+    /// Whether what a request gets may not depend on what runs beside it.
+    pub batch_invariant: bool,
 }
 
 /// All resources of an engine. An entry's index is its place in build order: dependencies first,
@@ -139,6 +141,7 @@ impl ResourceSet {
         offer.kv_dtype = info.kv_dtype;
         offer.needs_remote_transfer = info.needs_remote_transfer;
         offer.limits = info.limits;
+        offer.batch_invariant = info.batch_invariant;
         offer.index = self.entries.len() as u32;
         for dependency in &depends_on {
             // The order puts dependencies first, so each is there.

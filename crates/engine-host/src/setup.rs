@@ -132,7 +132,7 @@ fn build(
         (true, Some(compute)) => {
             let decoder = CudaDecoder::random(&model.config, compute.context(), &limits);
             let decoder = decoder.map_err(of_model(&config.model.path))?;
-            let decoder = decoder.with_graphs(config.engine.cuda_graphs);
+            let decoder = with_settings(decoder, &config.engine);
             (Box::new(decoder) as Box<dyn Node>, Arithmetic::Cuda)
         }
     };
@@ -151,6 +151,7 @@ fn build(
         kv_dtype: DType::parse(config.engine.kv_dtype.name()).unwrap_or(DType::BF16),
         needs_remote_transfer: false,
         limits,
+        batch_invariant: config.engine.batch_invariant,
     };
     let wanted = specs(config, &*node)?;
     check_settings(config, registry, &wanted)?;
@@ -188,7 +189,7 @@ fn load_node(
     if let Some(compute) = compute {
         let context = compute.context();
         let decoder = CudaDecoder::load(numbers, weights, context, limits, &pool, progress);
-        let decoder = decoder.map_err(failed)?.with_graphs(config.engine.cuda_graphs);
+        let decoder = with_settings(decoder.map_err(failed)?, &config.engine);
         return Ok((Box::new(decoder), Arithmetic::Cuda));
     }
     let (activations, arithmetic) = match config.engine.activations {
@@ -198,6 +199,10 @@ fn load_node(
     let options = PackOptions { activations, ..PackOptions::default() };
     let decoder = Decoder::load(numbers, weights, options, &pool, progress);
     Ok((Box::new(decoder.map_err(failed)?), arithmetic))
+}
+
+fn with_settings(decoder: CudaDecoder, engine: &config::EngineConfig) -> CudaDecoder {
+    decoder.with_graphs(engine.cuda_graphs).with_batch_invariance(engine.batch_invariant)
 }
 
 /// Opens a model without running it.

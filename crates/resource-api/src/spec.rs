@@ -192,6 +192,9 @@ pub struct EngineResourceInfo {
     pub index: u32,
     /// Limits of the engine.
     pub limits: EngineLimits,
+    /// Whether what a request gets may not depend, to the bit, on what runs beside it, nor on how its tokens
+    /// were divided into steps. On the CPU it never does.
+    pub batch_invariant: bool,
 }
 
 impl EngineResourceInfo {
@@ -207,6 +210,7 @@ impl EngineResourceInfo {
             host,
             index: 0,
             limits: EngineLimits::default(),
+            batch_invariant: false,
         }
     }
 
@@ -368,6 +372,8 @@ struct InfoText {
     transfer_engine_info: Option<TransferEngineInfo>,
     needs_remote_transfer: bool,
     limits: EngineLimits,
+    #[serde(default)]
+    batch_invariant: bool,
 }
 
 // SAFETY: crosses as JSON of a type that both sides' serde reads back.
@@ -390,6 +396,7 @@ unsafe impl Cross for EngineResourceInfo {
             transfer_engine_info: self.transfer_engine_info,
             needs_remote_transfer: self.needs_remote_transfer,
             limits: self.limits,
+            batch_invariant: self.batch_invariant,
         };
         let dependencies = self.dependencies.into_values().map(|d| raw::RawDependency {
             spec: d.spec.lower(),
@@ -432,6 +439,7 @@ unsafe impl Cross for EngineResourceInfo {
             host: unsafe { HostServicesHandle::lift(raw.host) },
             index: raw.index,
             limits: text.limits,
+            batch_invariant: text.batch_invariant,
         }
     }
 }

@@ -70,14 +70,33 @@ struct Slot {
     _budget: Budget,
 }
 
-/// Kernels with their workspace.
+/// Kernels with their workspace, which the engine's memory budget knows of.
+#[derive(Debug)]
+struct Kernels {
+    attention: PagedAttention,
+    _budget: Budget,
+}
+
+impl Kernels {
+    fn new(
+        context: &Arc<Context>,
+        shape: AttentionShape,
+        host: &HostServicesHandle,
+    ) -> Result<Self> {
+        let bytes = PagedAttention::bytes(context, &shape);
+        let budget = Budget::take(host, context.device(), bytes)?;
+        Ok(Self { attention: PagedAttention::new(context, shape)?, _budget: budget })
+    }
+}
+
+/// Attention of one resource on a device.
 #[derive(Debug)]
 pub(crate) struct Cuda {
     context: Arc<Context>,
     /// For bf16 activations.
-    bf16: PagedAttention,
+    bf16: Kernels,
     /// For f32 ones, loaded when they first come.
-    f32: OnceLock<PagedAttention>,
+    f32: OnceLock<Kernels>,
     shape: AttentionShape,
     last: LastRows,
     /// Made at a slot's first use.
@@ -104,10 +123,10 @@ impl Cuda {
             activations: DType::BF16,
             max_rows,
             max_len: cache.max_seq_len(),
-            batch_invariant: false,
+            batch_invariant: info.batch_invariant,
         };
         Ok(Self {
-            bf16: PagedAttention::new(&context, shape)?,
+            bf16: Kernels::new(&context, shape, &info.host)?,
             f32: OnceLock::new(),
             shape,
             last: LastRows::new(&context)?,
@@ -122,14 +141,14 @@ impl Cuda {
     /// The kernels for activations of this type.
     fn kernels(&self, activations: DType) -> Result<&PagedAttention> {
         match activations {
-            DType::BF16 => Ok(&self.bf16),
+            DType::BF16 => Ok(&self.bf16.attention),
             DType::F32 => {
                 if let Some(kernels) = self.f32.get() {
-                    return Ok(kernels);
+                    return Ok(&kernels.attention);
                 }
                 let shape = AttentionShape { activations, ..self.shape };
-                let kernels = PagedAttention::new(&self.context, shape)?;
-                Ok(self.f32.get_or_init(|| kernels))
+                let kernels = Kernels::new(&self.context, shape, &self.host)?;
+                Ok(&self.f32.get_or_init(|| kernels).attention)
             }
             other => Err(ResourceError::invalid(format!(
                 "queries are {}; attention on a device takes bf16 and f32",

@@ -83,6 +83,7 @@ pub fn once(config: impl FnOnce() -> Result<Config>) -> Result<Value> {
         device: resource_api::Device::CPU,
         kv_dtype: resource_api::DType::BF16,
         needs_remote_transfer: false,
+        batch_invariant: false,
         limits: limits(GEOMETRY),
     };
     let services = Services::new(config.engine.threads, 1 << 40);

@@ -176,6 +176,7 @@ impl Rig {
             device: Device::CPU,
             kv_dtype: DType::BF16,
             needs_remote_transfer: false,
+            batch_invariant: false,
             limits: limits(geometry),
         };
         let set = ResourceSet::build(&kinds.registry, wanted(geometry), &info, services.clone())?;

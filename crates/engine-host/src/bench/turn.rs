@@ -93,6 +93,7 @@ fn turns(
         device: Device::CPU,
         kv_dtype: DType::BF16,
         needs_remote_transfer: false,
+        batch_invariant: false,
         limits: limits(geometry),
     };
     let wanted = wanted(geometry);

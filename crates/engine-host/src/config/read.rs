@@ -57,6 +57,7 @@ fn engine(table: Option<TableReader<'_, '_>>, base: &Path) -> EngineConfig {
         preplan: true,
         watchdog: 10,
         cuda_graphs: true,
+        batch_invariant: false,
         max_batch: 64,
         max_batch_tokens: 512,
         max_model_len: None,
@@ -95,6 +96,9 @@ fn engine(table: Option<TableReader<'_, '_>>, base: &Path) -> EngineConfig {
     }
     if let Some(cuda_graphs) = table.boolean("cuda_graphs") {
         config.cuda_graphs = cuda_graphs;
+    }
+    if let Some(batch_invariant) = table.boolean("batch_invariant") {
+        config.batch_invariant = batch_invariant;
     }
     if let Some(level) = table.string("cpu_features") {
         match device::CpuFeatures::parse(level.get_ref()) {

@@ -292,6 +292,7 @@ mod tests {
             device: Device::CPU,
             kv_dtype: resource_api::DType::F32,
             needs_remote_transfer: false,
+            batch_invariant: false,
             limits: Default::default(),
         };
         let list = settings.iter().enumerate().map(wanted).collect();

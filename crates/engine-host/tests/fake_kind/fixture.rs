@@ -68,6 +68,7 @@ pub fn build(wanted: Vec<Wanted>, services: &Arc<Services>) -> Result<ResourceSe
         device: Device::CPU,
         kv_dtype: DType::F32,
         needs_remote_transfer: true,
+        batch_invariant: false,
         limits: EngineLimits::default(),
     };
     ResourceSet::build(registry(), wanted, &info, services.clone())

@@ -217,6 +217,7 @@ pub fn resources(
         device: Device::CPU,
         kv_dtype: DType::F32,
         needs_remote_transfer: false,
+        batch_invariant: false,
         limits,
     };
     let all = list.iter().map(wanted).collect();

@@ -9,7 +9,7 @@
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use device::Parallel;
-use device::cuda::{Blas, Context, DeviceBuffer, Graph, Into, Ops, Stream};
+use device::cuda::{Context, DeviceBuffer, Graph, Stream};
 use resource_api::{
     AttentionHandle, AttentionResource, Bound, BucketKey, EngineLimits, ErrorKind, KvCacheHandle,
     Positions, ResourceError, Result, Sampler, StepContext, TensorView,
@@ -24,9 +24,11 @@ use crate::node::{Node, NodeResources, StepInput, StepOutput};
 mod buffers;
 mod layer;
 mod load;
+mod tools;
 
 use buffers::Buffers;
 use layer::{Layer, Weight};
+use tools::{Normed, Tools};
 
 /// A decoder whose weights lie on a CUDA device.
 pub struct CudaDecoder {
@@ -44,12 +46,6 @@ pub struct CudaDecoder {
     buffers: Mutex<Buffers>,
 }
 
-/// What computes.
-struct Tools {
-    blas: Blas,
-    ops: Ops,
-}
-
 impl CudaDecoder {
     /// The numbers of the model.
     pub fn config(&self) -> &ModelConfig {
@@ -60,6 +56,14 @@ impl CudaDecoder {
     #[must_use]
     pub fn with_graphs(mut self, on: bool) -> Self {
         self.has_graphs = on;
+        self
+    }
+
+    /// The same, whose rows depend on nothing but themselves, to the bit, or, as at first, on how many there
+    /// are.
+    #[must_use]
+    pub fn with_batch_invariance(mut self, on: bool) -> Self {
+        self.tools.set_batch_invariant(on);
         self
     }
 
@@ -286,13 +290,11 @@ impl Pass<'_> {
     fn compute_logits(&self, keep: Keep, rows: usize, buffers: &mut Buffers) -> Result<()> {
         let CudaDecoder { config, embed, norm, head, tools, .. } = self.decoder;
         let kept = if keep == Keep::All { &mut buffers.rows } else { &mut buffers.sampled };
-        let shape = [rows, config.hidden];
-        let (hidden, weight) = (kept.hidden.view(&shape)?, norm.view(&[config.hidden])?);
-        let mut normed = kept.normed.view_mut(&shape)?;
-        tools.ops.rms_norm(self.stream, &hidden, &weight, config.rms_eps, &mut normed)?;
-        let head = head.as_ref().unwrap_or(embed).view()?;
+        let hidden = kept.hidden.view(&[rows, config.hidden])?;
+        let x = Normed { rows: &hidden, weight: norm, eps: config.rms_eps };
+        let head = head.as_ref().unwrap_or(embed);
         let mut logits = buffers.logits.view_mut(&[rows, config.vocab])?;
-        tools.blas.matmul(self.stream, &normed.view(), &head, &mut logits, Into::Set)?;
+        tools.product_of_normed(self.stream, x, &mut kept.normed, head, None, &mut logits)?;
         if let Some(cap) = config.logit_softcap {
             tools.ops.soft_cap(self.stream, &mut logits, cap)?;
         }

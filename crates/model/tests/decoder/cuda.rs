@@ -190,6 +190,8 @@ impl Positions for Bridge {
 pub enum On {
     Bridge,
     Kinds(DType),
+    /// With a bf16 cache, and results that do not depend on the batch.
+    Invariant,
 }
 
 /// An engine with the stream that it works on.
@@ -211,11 +213,15 @@ impl Rig {
         let mut last = 0;
         let mut progress = |done, _| last = done;
         let node = CudaDecoder::load(config, weights, &context, &LIMITS, &pool, &mut progress)
-            .expect("loads");
+            .expect("loads")
+            .with_batch_invariance(matches!(on, On::Invariant));
         assert_eq!(last, weights.total_bytes());
+        let device = Device::cuda(0);
+        let place = Place { device, kv_dtype: DType::BF16, batch_invariant: false };
         let resources = match on {
             On::Bridge => vec![("plain", Bridge::built(&node))],
-            On::Kinds(kv_dtype) => kinds(&node, Place { device: Device::cuda(0), kv_dtype }),
+            On::Kinds(kv_dtype) => kinds(&node, Place { kv_dtype, ..place }),
+            On::Invariant => kinds(&node, Place { batch_invariant: true, ..place }),
         };
         let engine = Engine::with(node, resources, pool, &LIMITS, stream.handle());
         Self { engine, _stream: stream }
@@ -239,7 +245,7 @@ fn rounded(architecture: Architecture, head_dim: usize, seed: u64) -> TinyModel 
     model
 }
 
-fn relative_error(got: &[f32], want: &[f64]) -> f64 {
+pub fn relative_error(got: &[f32], want: &[f64]) -> f64 {
     assert_eq!(got.len(), want.len());
     let square = |x: f64| x * x;
     let error: f64 = got.iter().zip(want).map(|(&g, w)| square(f64::from(g) - w)).sum();
@@ -330,6 +336,84 @@ fn a_replayed_step_gives_what_it_gives_launch_by_launch() {
             let error = relative_error(&row.logits, want);
             assert!(error < MARGIN, "step {i}: {error}");
         }
+    }
+}
+
+/// The logits of a text's last position: fed whole; in parts; token by token; and beside others, padded and
+/// replayed.
+#[test]
+#[ignore = "needs a GPU"]
+fn batch_invariant_logits_are_the_same_to_the_bit_however_they_come_about() {
+    for architecture in ARCHITECTURES {
+        let model = rounded(architecture, 64, 5);
+        let mut rig = Rig::new(&model, On::Invariant);
+        let engine = &mut rig.engine;
+        engine.capture(4).expect("captures");
+        let (text, other) = (tokens(40, 3), tokens(60, 8));
+        let last = text.len() - 1;
+        (0..4).for_each(|slot| engine.ingest(slot, &text));
+        let whole = engine.step(&[Part::sampled(0, &text)]).expect("the step runs");
+        let want = &whole[0].logits;
+        let error = relative_error(want, &reference::logits(&model, &text)[last]);
+        assert!(error < MARGIN, "{architecture:?}: {error}");
+
+        let parts = [0..17, 17..18, 18..31, 31..40];
+        let mut at_other = 0;
+        let mut beside = |count: usize| {
+            at_other += count;
+            at_other - count..at_other
+        };
+        for (i, range) in parts.into_iter().enumerate() {
+            let others = beside([9, 1, 0, 3][i]);
+            let mut step = vec![Part::sampled(1, &text[range])];
+            if !others.is_empty() {
+                step.insert(0, Part::sampled(2, &other[others]));
+            }
+            let rows = engine.step(&step).expect("the step runs");
+            let row = rows.iter().find(|row| row.request.index() == 1).expect("its row");
+            assert!(i < 3 || row.logits == *want, "{architecture:?}, in parts beside another");
+        }
+        for (i, token) in text.chunks(1).enumerate() {
+            let others = beside(1);
+            let step = [Part::sampled(3, token), Part::sampled(2, &other[others])];
+            let rows = match i % 3 {
+                0 => engine.step(&step[..1]),
+                1 => engine.step(&step),
+                _ => engine.step_captured(&step, 4),
+            };
+            let rows = rows.expect("the step runs");
+            assert!(i < last || rows[0].logits == *want, "{architecture:?}, token by token");
+        }
+    }
+}
+
+/// A step of as many rows as the captured one gives what the captured one gives.
+#[test]
+#[ignore = "needs a GPU"]
+fn a_captured_step_gives_the_bits_of_an_eager_one_of_its_size() {
+    let model = rounded(Architecture::Llama, 64, 5);
+    let on = On::Kinds(DType::BF16);
+    let (mut eager, mut captured) = (Rig::new(&model, on), Rig::new(&model, on));
+    let (eager, captured) = (&mut eager.engine, &mut captured.engine);
+    captured.capture(4).expect("captures");
+    let texts: Vec<_> = (0..4).map(|slot| tokens(50, slot + 1)).collect();
+    let part = |slot: u32, range: std::ops::Range<usize>| {
+        Part::sampled(slot, &texts[slot as usize][range])
+    };
+    for engine in [&mut *eager, &mut *captured] {
+        (0..4).for_each(|slot| engine.ingest(slot, &texts[slot as usize]));
+        let prompts: Vec<_> = (0..4).map(|slot| part(slot, 0..7 + slot as usize)).collect();
+        engine.step(&prompts).expect("the step runs");
+    }
+    for i in 0..30 {
+        let step: Vec<_> = (0..4)
+            .map(|slot| {
+                let at = 7 + slot as usize + i;
+                part(slot, at..at + 1)
+            })
+            .collect();
+        let want = eager.step(&step).expect("the step runs");
+        assert!(captured.step_captured(&step, 4).expect("the step runs") == want, "step {i}");
     }
 }
 

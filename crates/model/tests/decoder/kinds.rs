@@ -17,11 +17,13 @@ use serde_json::{Value, json};
 pub struct Place {
     pub device: Device,
     pub kv_dtype: DType,
+    pub batch_invariant: bool,
 }
 
 impl Place {
     /// On the CPU, with a float32 cache.
-    pub const CPU: Self = Self { device: Device::CPU, kv_dtype: DType::F32 };
+    pub const CPU: Self =
+        Self { device: Device::CPU, kv_dtype: DType::F32, batch_invariant: false };
 }
 
 /// Cache, attention, positions and sampler, in build order.
@@ -54,6 +56,7 @@ fn build<K: ResourceKind>(
     };
     let mut info = EngineResourceInfo::new(place.device, PlainHost::handle());
     info.kv_dtype = place.kv_dtype;
+    info.batch_invariant = place.batch_invariant;
     if !place.device.is_cpu() {
         // Device buffers are made for them.
         info.limits = crate::engine::LIMITS;

@@ -1,12 +1,12 @@
 //! One decoder layer on a device: its weights, and what it computes around attention.
 
-use device::cuda::{DeviceBuffer, Into, Stream};
+use device::cuda::{DeviceBuffer, Stream};
 use half::bf16;
 use resource_api::{Result, TensorView};
 
-use super::Tools;
 use super::buffers::Rows;
-use crate::config::{Activation, ModelConfig};
+use super::tools::{Normed, Tools};
+use crate::config::ModelConfig;
 
 /// A matrix `[outputs, inputs]`.
 #[derive(Debug)]
@@ -58,16 +58,11 @@ impl Layer {
         rows: &mut Rows,
         n: usize,
     ) -> Result<()> {
-        let shape = [n, config.hidden];
-        let weight = self.attn_norm.view(&[config.hidden])?;
-        let mut normed = rows.normed.view_mut(&shape)?;
-        let hidden = rows.hidden.view(&shape)?;
-        tools.ops.rms_norm(stream, &hidden, &weight, config.rms_eps, &mut normed)?;
+        let hidden = rows.hidden.view(&[n, config.hidden])?;
+        let x = Normed { rows: &hidden, weight: &self.attn_norm, eps: config.rms_eps };
         let mut qkv = rows.qkv.view_mut(&[n, self.qkv.outputs])?;
-        tools.blas.matmul(stream, &normed.view(), &self.qkv.view()?, &mut qkv, Into::Set)?;
-        if let Some(bias) = &self.qkv_bias {
-            tools.ops.add_bias(stream, &mut qkv, &bias.view(&[self.qkv.outputs])?)?;
-        }
+        let bias = self.qkv_bias.as_ref();
+        tools.product_of_normed(stream, x, &mut rows.normed, &self.qkv, bias, &mut qkv)?;
         let (heads, kv_heads, dim) = (config.heads, config.kv_heads, config.head_dim);
         let parts = [[heads, dim], [kv_heads, dim], [kv_heads, dim]];
         let [mut q, mut k, _] = rows.qkv.parts_mut(0, n, parts)?;
@@ -89,22 +84,16 @@ impl Layer {
         rows: &mut Rows,
         n: usize,
     ) -> Result<()> {
-        let shape = [n, config.hidden];
         let Rows { hidden, normed, attended, gate_up, gated, update, .. } = rows;
         let add = Add { tools, config, stream, n };
         let attended = attended.view(&[n, config.q_width()])?;
         add.product(&attended, &self.o, &self.attn_post_norm, hidden, update)?;
 
-        let weight = self.ffn_norm.view(&[config.hidden])?;
-        let mut normed = normed.view_mut(&shape)?;
-        tools.ops.rms_norm(stream, &hidden.view(&shape)?, &weight, config.rms_eps, &mut normed)?;
-        let mut both = gate_up.view_mut(&[n, 2 * config.ffn])?;
-        tools.blas.matmul(stream, &normed.view(), &self.gate_up.view()?, &mut both, Into::Set)?;
         let mut out = gated.view_mut(&[n, config.ffn])?;
-        match config.activation {
-            Activation::Silu => tools.ops.silu_mul(stream, &both.view(), &mut out)?,
-            Activation::GeluTanh => tools.ops.gelu_tanh_mul(stream, &both.view(), &mut out)?,
-        }
+        let rows = hidden.view(&[n, config.hidden])?;
+        let x = Normed { rows: &rows, weight: &self.ffn_norm, eps: config.rms_eps };
+        let (room, weight) = ((normed, gate_up), &self.gate_up);
+        tools.gated_product_of_normed(stream, x, room, weight, config.activation, &mut out)?;
         add.product(&out.view(), &self.down, &self.ffn_post_norm, hidden, update)
     }
 }
@@ -130,12 +119,9 @@ impl Add<'_> {
         let Self { tools, config, stream, n } = *self;
         let shape = [n, config.hidden];
         let mut hidden = hidden.view_mut(&shape)?;
-        let weight = weight.view()?;
-        let Some(norm) = norm else {
-            return Ok(tools.blas.matmul(stream, x, &weight, &mut hidden, Into::Add)?);
-        };
+        let Some(norm) = norm else { return tools.product(stream, x, weight, &mut hidden) };
         let mut update = update.view_mut(&shape)?;
-        tools.blas.matmul(stream, x, &weight, &mut update, Into::Set)?;
+        tools.product(stream, x, weight, &mut update)?;
         let norm = norm.view(&[config.hidden])?;
         Ok(tools.ops.add_normed(stream, &mut hidden, &update.view(), &norm, config.rms_eps)?)
     }

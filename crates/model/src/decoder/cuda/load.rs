@@ -5,14 +5,15 @@
 
 use std::sync::{Arc, Mutex, OnceLock};
 
-use device::cuda::{Blas, Context, DeviceBuffer, Ops, PinnedBuffer, Stream, fill_random};
+use device::cuda::{Context, DeviceBuffer, Ops, PinnedBuffer, Stream, fill_random};
 use device::{BlockType, Parallel, for_each_chunk_mut};
 use half::bf16;
 use resource_api::EngineLimits;
 
+use super::CudaDecoder;
 use super::buffers::Buffers;
 use super::layer::{Layer, Weight};
-use super::{CudaDecoder, Tools};
+use super::tools::Tools;
 use crate::config::ModelConfig;
 use crate::error::{Error, Result};
 use crate::weights::{EMBED, LM_HEAD, Tensor, Weights};
@@ -115,10 +116,7 @@ impl<'a> Loader<'a> {
         };
         self.stream.synchronize().map_err(of_device)?;
         let context = self.context;
-        let tools = Tools {
-            blas: Blas::new(context).map_err(of_device)?,
-            ops: Ops::load(context).map_err(of_device)?,
-        };
+        let tools = Tools::new(context).map_err(of_device)?;
         let buffers = Buffers::new(context, c, limits).map_err(|e| {
             let message = format!("buffers for steps of {} tokens: {e}", limits.max_batch_tokens);
             Error::weights(format!("{message}; lower max_batch_tokens or max_batch"))
