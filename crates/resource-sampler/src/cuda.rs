@@ -3,10 +3,12 @@
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use device::Budget;
-use device::cuda::{Context, DeviceBuffer, RowSampler, SampleRow, Stream, read_tensor};
+use device::cuda::{
+    Context, DeviceBuffer, PinnedBuffer, RowSampler, SampleRow, Stream, read_tensor,
+};
 use resource_api::{
-    EngineResourceInfo, HostServicesHandle, ResourceError, Result, Sampled, StepContext,
-    TensorView, TensorViewMut,
+    EngineResourceInfo, HostServicesHandle, LogitsProcessor, LogitsProcessorHandle, RequestId,
+    ResourceError, Result, Sampled, StepContext, TensorView, TensorViewMut,
 };
 
 use crate::draw::{Draw, Scratch};
@@ -26,8 +28,17 @@ pub(crate) struct Cuda {
 struct State {
     sampler: RowSampler,
     rows: Vec<SampleRow>,
-    /// The model's logits, where processors change them.
-    model: Option<(DeviceBuffer<f32>, Budget)>,
+    processing: Option<Processing>,
+}
+
+/// What is needed where processors change the logits.
+#[derive(Debug)]
+struct Processing {
+    /// The model's logits.
+    model: DeviceBuffer<f32>,
+    /// Logits for processors that work on the host; empty if there are none.
+    on_host: PinnedBuffer<f32>,
+    _budget: Budget,
 }
 
 impl Cuda {
@@ -46,7 +57,7 @@ impl Cuda {
         let bytes = RowSampler::bytes(vocabulary, max_rows, sets);
         let budget = Budget::take(&info.host, info.device, bytes)?;
         let sampler = RowSampler::new(&context, vocabulary, max_rows, sets)?;
-        let state = Mutex::new(State { sampler, rows: Vec::new(), model: None });
+        let state = Mutex::new(State { sampler, rows: Vec::new(), processing: None });
         let host = info.host.clone();
         Ok(Self { context, vocabulary, max_rows, state, host, _budget: budget })
     }
@@ -55,19 +66,22 @@ impl Cuda {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Makes room for a copy of the logits, which processors are going to change.
+    /// Makes room for a copy of the logits, which processors are going to change, some of them on the host.
     ///
     /// # Errors
     /// `EXHAUSTED` without memory.
-    pub(crate) fn keep_model(&self) -> Result<()> {
+    pub(crate) fn prepare_processing(&self, on_host: bool) -> Result<()> {
         let elements = self.max_rows * self.vocabulary;
         let budget = Budget::take(&self.host, self.context.device(), 4 * elements as u64)?;
-        self.state().model = Some((DeviceBuffer::new(&self.context, elements)?, budget));
+        self.state().processing = Some(Processing {
+            model: DeviceBuffer::new(&self.context, elements)?,
+            on_host: PinnedBuffer::zeroed(&self.context, if on_host { elements } else { 0 })?,
+            _budget: budget,
+        });
         Ok(())
     }
 
-    /// Samples a token for each row of `logits`, as `draw` says of it. `process` changes the logits
-    /// before; `None` leaves them as they are.
+    /// Samples a token for each row of `logits`, as `draw` says of it, after `processors` have changed them.
     ///
     /// # Errors
     /// `INVALID` for more rows than the engine's batch, and for tensors of another shape or place.
@@ -76,7 +90,8 @@ impl Cuda {
         ctx: &StepContext<'_>,
         draw: impl Fn(usize) -> Draw<'d>,
         logits: &mut TensorViewMut<'_>,
-        process: Option<impl FnOnce(&mut TensorViewMut<'_>) -> Result<()>>,
+        processors: &[LogitsProcessorHandle],
+        rids: &[RequestId],
         out: &mut [Sampled],
     ) -> Result<()> {
         if out.len() > self.max_rows {
@@ -86,7 +101,7 @@ impl Cuda {
             return Err(ResourceError::invalid(what).with_amounts(asked, most));
         }
         let stream = Stream::of_step(&self.context, ctx)?;
-        let State { sampler, rows, model } = &mut *self.state();
+        let State { sampler, rows, processing } = &mut *self.state();
         let mut sets = 0;
         rows.clear();
         rows.extend((0..out.len()).map(|i| {
@@ -103,13 +118,17 @@ impl Cuda {
             }
         };
         let sets = sets as usize;
-        let sampled = match (process, model) {
-            (Some(process), Some((model, _))) => {
+        let sampled = match processing {
+            Some(processing) if !processors.is_empty() => {
                 let &[count, width] = logits.shape() else { return Err(not_rows(logits)) };
                 let shape = [count, width].map(|n| n.max(0) as usize);
-                stream.copy(&logits.view(), &mut model.view_mut(&shape)?)?;
-                process(logits)?;
-                sampler.sample(&stream, &model.view(&shape)?, &logits.view(), rows, sets, fill)?
+                stream.copy(&logits.view(), &mut processing.model.view_mut(&shape)?)?;
+                let mut on_host = OnHost { stream: &stream, room: &mut processing.on_host, shape };
+                on_host.process(processors, logits, |processor, logits| {
+                    processor.process(ctx, rids, logits)
+                })?;
+                let model = processing.model.view(&shape)?;
+                sampler.sample(&stream, &model, &logits.view(), rows, sets, fill)?
             }
             _ => sampler.sample(&stream, &logits.view(), &logits.view(), rows, sets, fill)?,
         };
@@ -135,8 +154,10 @@ impl Cuda {
             return Ok(());
         }
         let rows = self.read(logits)?;
-        let model = match &self.state().model {
-            Some((model, _)) => Some(self.read(&model.view(&[out.len(), self.vocabulary])?)?),
+        let model = match &self.state().processing {
+            Some(Processing { model, .. }) => {
+                Some(self.read(&model.view(&[out.len(), self.vocabulary])?)?)
+            }
             None => None,
         };
         let model = model.as_ref().unwrap_or(&rows);
@@ -159,6 +180,38 @@ impl Cuda {
     /// `INTERNAL` for a tensor of another type or place.
     pub(crate) fn read(&self, logits: &TensorView<'_>) -> Result<Vec<f32>> {
         Ok(read_tensor(&self.context, logits)?)
+    }
+}
+
+/// Logits of a device, for processors that work on the host.
+struct OnHost<'a> {
+    stream: &'a Stream,
+    room: &'a mut PinnedBuffer<f32>,
+    shape: [usize; 2],
+}
+
+impl OnHost<'_> {
+    /// Has every processor change the logits, in order. Those for the host that follow each other share one
+    /// copy there and back.
+    fn process(
+        &mut self,
+        processors: &[LogitsProcessorHandle],
+        logits: &mut TensorViewMut<'_>,
+        mut apply: impl FnMut(&LogitsProcessorHandle, &mut TensorViewMut<'_>) -> Result<()>,
+    ) -> Result<()> {
+        for run in processors.chunk_by(|a, b| a.takes_device() == b.takes_device()) {
+            if run[0].takes_device() {
+                run.iter().try_for_each(|processor| apply(processor, logits))?;
+                continue;
+            }
+            self.stream.download_tensor(&logits.view(), self.room)?;
+            let elements = self.shape[0] * self.shape[1];
+            let rows = &mut self.room.as_mut_slice()?[..elements];
+            let mut rows = TensorViewMut::from_slice(rows, &self.shape);
+            run.iter().try_for_each(|processor| apply(processor, &mut rows))?;
+            self.stream.upload_tensor(self.room, logits)?;
+        }
+        Ok(())
     }
 }
 

@@ -143,7 +143,8 @@ impl Resource for Sampler {
         };
         let handles = offered.into_iter().map(open).collect::<Result<Vec<_>>>()?;
         if let Some(cuda) = self.cuda.as_ref().filter(|_| !handles.is_empty()) {
-            cuda.keep_model()?;
+            let on_host = handles.iter().any(|p| !p.takes_device());
+            cuda.prepare_processing(on_host)?;
         }
         *self.processors.write().unwrap_or_else(PoisonError::into_inner) = handles;
         Ok(())
@@ -272,11 +273,7 @@ impl resource_api::Sampler for Sampler {
         };
         let processors = self.processors.read().unwrap_or_else(PoisonError::into_inner);
         if let Some(cuda) = &self.cuda {
-            let process = |logits: &mut TensorViewMut<'_>| {
-                processors.iter().try_for_each(|p| p.process(ctx, rids, logits))
-            };
-            let process = (!processors.is_empty()).then_some(process);
-            cuda.sample(ctx, how, logits, process, out)?;
+            cuda.sample(ctx, how, logits, &processors, rids, out)?;
             let mut scratch = Scratch::default();
             return cuda.sample_adjusted(how, &logits.view(), out, &mut scratch);
         }

@@ -137,8 +137,10 @@ fn tokens_are_those_of_the_cpu() {
     }
 }
 
-/// Doubles all logits, wherever they are.
-struct Doubling;
+/// Doubles all logits where it is given them: wherever they are, or on the host alone.
+struct Doubling {
+    takes_device: bool,
+}
 
 impl LogitsProcessor for Doubling {
     fn process(
@@ -151,6 +153,7 @@ impl LogitsProcessor for Doubling {
             all.iter_mut().for_each(|x| *x *= 2.0);
             return Ok(());
         }
+        assert!(self.takes_device, "it has said that it does not");
         let context = Context::of_device(logits.raw().device)?;
         let stream = Stream::of_step(&context, ctx)?;
         stream.synchronize()?;
@@ -161,22 +164,28 @@ impl LogitsProcessor for Doubling {
         stream.copy(&doubled.view(&shape)?, logits)?;
         Ok(stream.synchronize()?)
     }
+
+    fn takes_device(&self) -> bool {
+        self.takes_device
+    }
 }
 
 #[test]
 #[ignore = "needs a GPU"]
 fn processors_change_the_choice_and_not_the_log_probability() {
     let (mut noise, n) = (Noise(77), 5000);
-    let both = Both::new(n);
-    for engine in [&both.cpu, &both.cuda] {
-        engine.bind(Doubling);
+    for kinds in [&[true][..], &[false], &[false, false, true, false]] {
+        let both = Both::new(n);
+        for engine in [&both.cpu, &both.cuda] {
+            engine.bind_all(kinds.iter().map(|&takes_device| Doubling { takes_device }));
+        }
+        let rids: Vec<RequestId> = (0..6).map(rid).collect();
+        for &rid in &rids {
+            both.ingest(rid, r#"{"temperature": 1.0, "top_p": 0.9}"#, &[]);
+        }
+        let rows: Vec<Vec<f32>> =
+            rids.iter().map(|_| (0..n).map(|_| (noise.next() * 9.0) as f32).collect()).collect();
+        let rows: Vec<&[f32]> = rows.iter().map(Vec::as_slice).collect();
+        both.step(&rids, &rows, &[]);
     }
-    let rids: Vec<RequestId> = (0..6).map(rid).collect();
-    for &rid in &rids {
-        both.ingest(rid, r#"{"temperature": 1.0, "top_p": 0.9}"#, &[]);
-    }
-    let rows: Vec<Vec<f32>> =
-        rids.iter().map(|_| (0..n).map(|_| (noise.next() * 9.0) as f32).collect()).collect();
-    let rows: Vec<&[f32]> = rows.iter().map(Vec::as_slice).collect();
-    both.step(&rids, &rows, &[]);
 }

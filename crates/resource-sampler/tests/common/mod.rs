@@ -72,9 +72,12 @@ impl Engine {
     }
 
     /// Has the sampler accept this processor alone.
-    pub fn bind(&self, processor: impl LogitsProcessor + 'static) {
-        let capability = LogitsProcessorHandle::new(Arc::new(processor)).into();
-        self.resource.bind(vec![Offered { key: "processor".into(), capability }]).unwrap();
+    pub fn bind_all(&self, processors: impl IntoIterator<Item = impl LogitsProcessor + 'static>) {
+        let offered = processors.into_iter().map(|processor| {
+            let capability = LogitsProcessorHandle::new(Arc::new(processor)).into();
+            Offered { key: "processor".into(), capability }
+        });
+        self.resource.bind(offered.collect()).unwrap();
     }
 
     fn head(&self, step: u64, slot: u32, is_preplan: bool) -> StepHead {
