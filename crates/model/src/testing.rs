@@ -5,9 +5,11 @@ use std::path::PathBuf;
 use crate::gguf::{Array, MAGIC, Value};
 
 mod tiny;
+mod trimmed;
 mod vocabulary;
 
 pub use tiny::{TinyModel, TinyTensor};
+pub use trimmed::trimmed;
 pub use vocabulary::Vocabulary;
 
 /// Where the small real model lies that tests run on: `ENGINE_HOST_MODEL`, or else the user's cache.

@@ -32,6 +32,9 @@ pub struct DeviceTestOptions {
     /// Leave out the model: what needs one is not run
     #[arg(long)]
     without_model: bool,
+    /// Compile kernels for this architecture only
+    #[arg(long, value_name = "ARCH")]
+    arch: Option<String>,
     /// Pack nothing, but take over the report that run.sh wrote elsewhere
     #[arg(long, value_name = "RESULTS")]
     report: Option<PathBuf>,
@@ -43,7 +46,7 @@ pub fn run(options: &DeviceTestOptions) -> Result<()> {
         return keep_report(results);
     }
     let pack = xtask::workspace_root().join(&options.pack);
-    build(&pack, !options.without_model)?;
+    build(&pack, options)?;
     if let Some(mebibytes) = options.parts {
         cut(&pack, mebibytes)?;
     }
@@ -59,13 +62,14 @@ pub fn run(options: &DeviceTestOptions) -> Result<()> {
     ran
 }
 
-fn build(pack: &Path, with_model: bool) -> Result<()> {
+fn build(pack: &Path, options: &DeviceTestOptions) -> Result<()> {
     if pack.exists() {
         fs::remove_dir_all(pack).with_context(|| format!("cannot empty {}", pack.display()))?;
     }
     let built = plugins::build(&plugins::BuildOptions::default())?;
     let host = built.host.context("the build made no engine-host binary")?;
-    kernels::run(&kernels::KernelOptions::embedding(pack.join("kernels")))?;
+    let (folder, arch) = (pack.join("kernels"), options.arch.clone());
+    kernels::run(&kernels::KernelOptions::embedding(folder, arch))?;
     let step = Step::begin("test executables");
     let tests = test_executables()?;
     step.end();
@@ -83,7 +87,7 @@ fn build(pack: &Path, with_model: bool) -> Result<()> {
     for (name, test) in tests {
         copy_stripped(&test, &pack.join("tests").join(name))?;
     }
-    if with_model {
+    if !options.without_model {
         let model = model::fetch()?;
         copy(&model, &pack.join(model.file_name().unwrap_or_default()))?;
     }
@@ -96,7 +100,7 @@ fn build(pack: &Path, with_model: bool) -> Result<()> {
 
 /// Builds the tests and answers where cargo put them, by package and name.
 fn test_executables() -> Result<Vec<(String, PathBuf)>> {
-    let mut command = cargo(["test", "--release", "--no-run", "--message-format=json"]);
+    let mut command = cargo(["test", "--no-run", "--message-format=json"]);
     command.args(["--test", "cuda*", "--test", "decoder"]);
     PACKAGES.iter().for_each(|package| {
         command.args(["--package", package]);

@@ -23,12 +23,15 @@ pub struct KernelOptions {
     /// Write the compiled kernels into a folder, which the host finds as kernels/ beside the program
     #[arg(long, value_name = "DIR")]
     embed: Option<PathBuf>,
+    /// Only for this architecture of the released ones
+    #[arg(long, value_name = "ARCH")]
+    arch: Option<String>,
 }
 
 impl KernelOptions {
-    /// Compiles into a folder.
-    pub fn embedding(folder: PathBuf) -> Self {
-        Self { check: false, embed: Some(folder) }
+    /// Compiles into a folder, for all released architectures or for one.
+    pub fn embedding(folder: PathBuf, arch: Option<String>) -> Self {
+        Self { check: false, embed: Some(folder), arch }
     }
 }
 
@@ -38,6 +41,9 @@ pub fn run(options: &KernelOptions) -> Result<()> {
         cargo(["run", "--quiet", "--package", "device", "--example", "kernels", "--"]);
     if let Some(folder) = &options.embed {
         command.arg("--embed").arg(std::path::absolute(folder)?);
+    }
+    if let Some(arch) = &options.arch {
+        command.args(["--arch", arch]);
     }
     if options.check || options.embed.is_none() {
         command.arg("--check");
@@ -54,7 +60,7 @@ pub fn check_if_possible() -> Result<()> {
         eprintln!("    no kernel is checked: pip cannot install {COMPILER} here");
         return Ok(());
     }
-    run(&KernelOptions { check: true, embed: None })
+    run(&KernelOptions { check: true, embed: None, arch: None })
 }
 
 /// The folder of NVRTC: what the user names, else a package of pip's kept under target/. `None` where

@@ -10,3 +10,4 @@ mod plain;
 mod real;
 mod reference;
 mod tiny;
+mod trimmed;

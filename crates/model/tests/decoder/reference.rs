@@ -1,7 +1,7 @@
 //! The whole model in float64, written straight from its definition: no cache, no batching.
 
 use model::testing::TinyModel;
-use model::{Activation, ModelConfig, RopeScaling};
+use model::{Activation, ModelConfig, RopeLayout, RopeScaling};
 
 type Vector = Vec<f64>;
 
@@ -132,7 +132,6 @@ fn norm(c: &ModelConfig, x: &[f64], weight: &[f64]) -> Vector {
     x.iter().zip(weight).map(|(x, w)| x * scale * w).collect()
 }
 
-/// Half-split, which is how a [`TinyModel`] states its weights.
 fn rope(c: &ModelConfig, layer: usize, head: &mut [f64], position: usize) {
     let half = c.rope.dim / 2;
     let local = c.local.as_ref().filter(|local| local.layers.contains(&layer));
@@ -147,8 +146,13 @@ fn rope(c: &ModelConfig, layer: usize, head: &mut [f64], position: usize) {
         };
         let exponent = 2.0 * i as f64 / c.rope.dim as f64;
         let angle = position as f64 / theta.powf(exponent) / divisor;
-        let (a, b) = (head[i], head[half + i]);
-        head[i] = a * angle.cos() - b * angle.sin();
-        head[half + i] = a * angle.sin() + b * angle.cos();
+        // A `TinyModel` states its weights half-split; those of a GGUF file are as the file has them.
+        let (first, second) = match c.rope.layout {
+            RopeLayout::HalfSplit => (i, half + i),
+            RopeLayout::Interleaved => (2 * i, 2 * i + 1),
+        };
+        let (a, b) = (head[first], head[second]);
+        head[first] = a * angle.cos() - b * angle.sin();
+        head[second] = a * angle.sin() + b * angle.cos();
     }
 }

@@ -2,12 +2,12 @@
 # Runs the tests and benchmarks of the CUDA back end and writes RESULTS/report.md and its parts.
 # Needs what this folder holds, the NVIDIA driver and cuBLASLt; no Rust, no network.
 #
-#   ./run.sh [RESULTS]        environment: ONLY="tests generate bench" picks parts,
+#   ./run.sh [RESULTS]        environment: ONLY="tests sanitize generate bench" picks parts,
 #                             RUNS is the number of timed runs of a benchmark (default 3)
 set -u
 here=$(cd "$(dirname "$0")" && pwd)
 results=${1:-$here/results}
-only=${ONLY:-tests generate bench}
+only=${ONLY:-tests sanitize generate bench}
 mkdir -p "$results"
 results=$(cd "$results" && pwd)
 export XDG_CACHE_HOME=$results/cache ENGINE_HOST_KERNELS=$here/kernels
@@ -18,9 +18,10 @@ failures=0
 
 say() { echo "$@" | tee -a "$report"; }
 
-config() { # FILE DEVICE MAX_BATCH MAX_TOKENS PAGES MAX_LEN
+config() { # FILE DEVICE MAX_BATCH MAX_TOKENS PAGES MAX_LEN [MORE]
     cat > "$1" <<EOF
 [engine]
+$7
 device = "$2"
 plugin_dirs = ["$here/plugins"]
 max_batch = $3
@@ -66,6 +67,21 @@ if [[ " $only " == *" tests "* ]]; then
     done
 fi
 
+if [[ " $only " == *" sanitize "* ]] && command -v compute-sanitizer > /dev/null; then
+    say; say "## compute-sanitizer"; say; say "| tool | of | result |"; say "|---|---|---|"
+    check() { # TOOL EXECUTABLE TEST...
+        local log=$results/$1-$2.log
+        timeout 150 compute-sanitizer --tool "$1" --error-exitcode 9 "$here/tests/$2" --ignored --test-threads=1 "${@:3}" > "$log" 2>&1
+        local code=$?
+        [ $code -eq 0 ] || failures=$((failures + 1))
+        say "| $1 | $2 ${*:3} | $(grep -o 'ERROR SUMMARY.*\|RACECHECK SUMMARY.*' "$log" | tail -1) $([ $code -eq 0 ] || echo "(exit $code)") |"
+    }
+    check memcheck model-decoder a_replayed_step batch_invariant_logits
+    check memcheck device-cuda_attention columns_that
+    check memcheck device-cuda_products products_of_few
+    check racecheck model-decoder a_replayed_step
+fi
+
 if [[ " $only " == *" generate "* && -n "$model" ]]; then
     config "$results/cuda.toml" cuda:0 64 2048 4096 2048
     config "$results/cpu.toml" cpu 64 512 4096 2048
@@ -83,6 +99,26 @@ if [[ " $only " == *" generate "* && -n "$model" ]]; then
         sed -n 's/.*"id":"\([^"]*\)".*"text":"\(\([^"\\]\|\\.\)*\)".*/'$device' \1: \2/p' "$results/$device.jsonl" | tee -a "$report"
     done
     say '```'
+
+    # Alone and launch by launch what was together and replayed.
+    config "$results/together.toml" cuda:0 64 2048 4096 2048 "batch_invariant = true"
+    config "$results/alone.toml" cuda:0 64 7 4096 2048 $'batch_invariant = true\ncuda_graphs = false'
+    ids() { sed -n 's/.*"id":"\([^"]*\)".*"ids":\(\[[0-9,]*\]\).*/\1 \2/p' "$1"; }
+    timeout 180 "$here/engine-host" generate --config "$results/together.toml" --prompts "$results/requests.jsonl" \
+        --output "$results/together.jsonl" > "$results/together.log" 2>&1
+    : > "$results/alone.jsonl"
+    while read -r request; do
+        echo "$request" > "$results/one.jsonl"
+        timeout 60 "$here/engine-host" generate --config "$results/alone.toml" --prompts "$results/one.jsonl" \
+            --output "$results/one.out" >> "$results/alone.log" 2>&1 && cat "$results/one.out" >> "$results/alone.jsonl"
+    done < "$results/requests.jsonl"
+    lines=$(ids "$results/together.jsonl" | wc -l)
+    say
+    if [ "$lines" -eq 4 ] && [ "$(ids "$results/together.jsonl")" = "$(ids "$results/alone.jsonl")" ]; then
+        say "batch_invariant: the tokens of 4 requests together, replayed, are those of each alone, launch by launch, its prompt divided otherwise."
+    else
+        failures=$((failures + 1)); say "batch_invariant: FAILED, see together.jsonl and alone.jsonl."
+    fi
 fi
 
 if [[ " $only " == *" bench "* && -n "$model" ]]; then
