@@ -18,8 +18,10 @@ use crate::error::{Error, Result};
 use crate::gguf::Gguf;
 use crate::package::{read_json_if_present, read_text_if_present};
 use crate::tokenizer::named_token;
+use crate::tool_calls::ToolFormat;
 
 mod json;
+mod python;
 mod time;
 
 /// The template that is used unless there is a better one.
@@ -28,6 +30,9 @@ const DEFAULT: &str = "default";
 const TOOL_USE: &str = "tool_use";
 const GGUF_TEMPLATE: &str = "tokenizer.chat_template";
 const SPECIAL_TOKENS: [&str; 4] = ["bos_token", "eos_token", "unk_token", "pad_token"];
+
+/// Instructions that a rendering may take: a hundred times what a long conversation needs.
+const FUEL: u64 = 20_000_000;
 
 /// What a template renders.
 #[derive(Debug, Clone, Default)]
@@ -49,6 +54,7 @@ pub struct ChatInput<'a> {
 pub struct ChatTemplate {
     environment: Environment<'static>,
     special: Vec<(String, String)>,
+    tool_format: Option<ToolFormat>,
 }
 
 impl ChatTemplate {
@@ -62,12 +68,22 @@ impl ChatTemplate {
         special: Vec<(String, String)>,
     ) -> Result<Self> {
         let mut environment = environment();
+        let mut tool_format = None;
         for (name, source) in templates {
+            let format = ToolFormat::of_template(&source);
+            // The one for tools knows best.
+            tool_format =
+                if name == TOOL_USE { format.or(tool_format) } else { tool_format.or(format) };
             environment
                 .add_template_owned(name, without_generation_tags(&source))
-                .map_err(|e| Error::template(describe("chat template does not compile", &e)))?;
+                .map_err(|e| Error::template(describe("the chat template does not compile", &e)))?;
         }
-        Ok(Self { environment, special })
+        Ok(Self { environment, special, tool_format })
+    }
+
+    /// The format in which the template asks the model for tool calls, if it is one of those known.
+    pub fn tool_format(&self) -> Option<ToolFormat> {
+        self.tool_format
     }
 
     /// The templates of a GGUF file; `None` if it has none.
@@ -155,7 +171,10 @@ impl ChatTemplate {
         template.render(Value::from_pairs(variables)).map_err(|e| {
             Error::template(match refusal(&e) {
                 Some(words) => format!("the chat template refuses the conversation: {words}"),
-                None => describe("chat template", &e),
+                None if e.kind() == ErrorKind::OutOfFuel => {
+                    "the chat template does not come to an end with this conversation".to_owned()
+                }
+                None => describe("the chat template cannot render this conversation", &e),
             })
         })
     }
@@ -173,6 +192,12 @@ fn environment() -> Environment<'static> {
         Err(minijinja::Error::new(ErrorKind::InvalidOperation, "refused")
             .with_source(Refusal(message)))
     });
+    env.set_formatter(python::format);
+    env.add_filter("string", |value: Value| python::string(&value));
+    // Python's None is not iterable, and templates tell by that whether there are tools.
+    env.add_test("iterable", |value: Value| !value.is_none() && value.try_iter().is_ok());
+    // Templates come with models, from anybody.
+    env.set_fuel(Some(FUEL));
     env.add_filter("tojson", |value: Value, ascii: Option<Value>, options: Kwargs| {
         json::tojson(&value, ascii, &options)
     });
@@ -222,9 +247,13 @@ fn refusal(error: &minijinja::Error) -> Option<&str> {
 }
 
 fn describe(what: &str, error: &minijinja::Error) -> String {
-    let line = error.line().map(|n| format!(", line {n}")).unwrap_or_default();
+    let line = error.line().map(|n| format!("line {n}: ")).unwrap_or_default();
     match error.detail() {
-        Some(detail) => format!("{what}{line}: {}: {detail}", error.kind()),
-        None => format!("{what}{line}: {}", error.kind()),
+        // "Invalid operation" tells nothing that the detail does not.
+        Some(detail) if error.kind() == ErrorKind::InvalidOperation => {
+            format!("{what}: {line}{detail}")
+        }
+        Some(detail) => format!("{what}: {line}{}: {detail}", error.kind()),
+        None => format!("{what}: {line}{}", error.kind()),
     }
 }

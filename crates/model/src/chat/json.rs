@@ -9,6 +9,8 @@ use minijinja::{Error, ErrorKind, Value};
 use serde::Serialize;
 use serde_json::ser::{Formatter, Serializer};
 
+use super::python::python_float;
+
 /// Options: `ensure_ascii` (also by position, unlike in Jinja's own filter, where that is `indent`),
 /// `indent`, `separators`, `sort_keys`.
 pub(super) fn tojson(
@@ -145,40 +147,5 @@ impl Formatter for Python<'_> {
 
     fn begin_object_value<W: ?Sized + Write>(&mut self, out: &mut W) -> io::Result<()> {
         out.write_all(self.key.as_bytes())
-    }
-}
-
-/// Python's `repr`: exponents below -4 and from 16 on are written out, with a sign and two digits.
-fn python_float(value: f64) -> String {
-    let shortest = format!("{value:e}");
-    match shortest.split_once('e').and_then(|(m, e)| Some((m, e.parse::<i32>().ok()?))) {
-        Some((mantissa, exponent)) if !(-4..16).contains(&exponent) => {
-            let sign = if exponent < 0 { '-' } else { '+' };
-            format!("{mantissa}e{sign}{:02}", exponent.unsigned_abs())
-        }
-        _ => format!("{value:?}"),
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::python_float;
-
-    /// Right-hand sides printed by CPython 3.
-    #[test]
-    fn floats_print_as_in_python() {
-        for (value, python) in [
-            (1.0, "1.0"),
-            (-0.0, "-0.0"),
-            (0.1, "0.1"),
-            (1e15, "1000000000000000.0"),
-            (1e16, "1e+16"),
-            (1.5e300, "1.5e+300"),
-            (1e-4, "0.0001"),
-            (1e-5, "1e-05"),
-            (123_456_789.125, "123456789.125"),
-        ] {
-            assert_eq!(python_float(value), python);
-        }
     }
 }
