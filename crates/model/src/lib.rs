@@ -3,7 +3,8 @@
 //! - [`gguf`] reads GGUF files; [`weights`] gives the tensors of a GGUF file or of a Hugging Face
 //!   directory under one set of names; [`config`] gives the architecture's numbers.
 //! - [`tokenizer`] encodes text, [`detok`] turns a stream of ids back into text, [`chat`] renders
-//!   a conversation with the template that came with the model, [`stop`] finds stop strings.
+//!   a conversation with the template that came with the model, [`stop`] finds stop strings and
+//!   [`tool_calls`] calls in what the model answers.
 //! - [`package`] opens all of them from one path.
 //!
 //! Model files come from strangers: every reader here answers a broken file with one line that
@@ -25,6 +26,7 @@ pub mod stop;
 #[cfg(feature = "testing")]
 pub mod testing;
 pub mod tokenizer;
+pub mod tool_calls;
 pub mod weights;
 
 pub use bytes::SharedBytes;
@@ -41,4 +43,5 @@ pub use node::{Node, NodeResource, NodeResources, Score, StepInput, StepOutput};
 pub use package::ModelPackage;
 pub use stop::StopStrings;
 pub use tokenizer::Tokenizer;
+pub use tool_calls::{ToolCall, ToolCallParser, ToolDelta, ToolFormat};
 pub use weights::{Tensor, Weights};
