@@ -7,7 +7,7 @@ use clap::{Args, Parser, Subcommand};
 use serde_json::{Map, Value, json};
 
 use crate::bench::Linked;
-use crate::config::Config;
+use crate::config::{Config, LogFormat};
 use crate::error::{Error, Result};
 
 /// A line on standard output. A reader that has gone (`| head`), or a full disk, ends the program
@@ -26,19 +26,26 @@ macro_rules! note {
 mod bench;
 mod bench_model;
 mod check;
+mod config;
 mod doctor;
 mod generate;
 mod jobs;
 mod plugins;
 mod report;
 mod serve;
+mod settings;
+
+use settings::{EngineFlags, Overrides, misspelt_variables};
 
 #[derive(Parser)]
 #[command(name = "engine-host", version, about = "Serves transformer models with plugin resources")]
 struct Cli {
-    /// Log filter, such as `info` or `engine_host=debug`
-    #[arg(long, global = true, env = "ENGINE_HOST_LOG", default_value = "warn")]
-    log: String,
+    /// Log filter, such as `info` or `engine_host=debug` [env: ENGINE_HOST_LOG] [default: "warn"]
+    #[arg(long, global = true, value_name = "FILTER")]
+    log: Option<String>,
+    /// How lines of the log are written: text or json [env: ENGINE_HOST_LOG_FORMAT] [default: "text"]
+    #[arg(long, global = true, value_name = "FORMAT", id = "log-format")]
+    log_format: Option<String>,
     #[command(subcommand)]
     command: Command,
 }
@@ -52,6 +59,9 @@ enum Command {
     /// What is in the plugin directories
     #[command(subcommand)]
     Plugin(PluginCommand),
+    /// What the configuration says, and whether it will do
+    #[command(subcommand)]
+    Config(config::ConfigCommand),
     /// What the host costs beside the model
     #[command(subcommand)]
     Bench(bench::BenchCommand),
@@ -62,22 +72,21 @@ struct ConfigArg {
     /// Configuration file; without it the built-in one is used
     #[arg(long, value_name = "FILE")]
     config: Option<PathBuf>,
-    /// Keep all kernels to this level of CPU instructions: portable, avx2, avx512, ...
-    #[arg(long, value_name = "LEVEL")]
-    cpu_features: Option<String>,
+    #[command(flatten)]
+    flags: EngineFlags,
 }
 
 impl ConfigArg {
     fn load(&self) -> Result<Config> {
-        let mut config = match &self.config {
-            Some(path) => Config::load(path)?,
-            None => Config::embedded()?,
-        };
-        if let Some(level) = &self.cpu_features {
-            device::CpuFeatures::parse(level)
-                .map_err(|e| Error::usage(format!("--cpu-features: {e}")))?;
-            config.engine.cpu_features = Some(level.clone());
-        }
+        self.load_with(&Overrides::default())
+    }
+
+    /// With further settings, of tables that not every command reads.
+    fn load_with(&self, more: &Overrides) -> Result<Config> {
+        // What `--set` says comes last, and counts most.
+        let overrides = [more.0.as_slice(), self.flags.0.0.as_slice()].concat();
+        let config = Config::with(self.config.as_deref(), &overrides)?;
+        misspelt_variables().iter().for_each(|line| tracing::warn!("{line}"));
         Ok(config)
     }
 
@@ -219,16 +228,9 @@ pub fn main() -> ExitCode {
 /// Likewise, for a program that has the measured kinds linked in: `bench` uses them.
 pub fn main_with(linked: Option<Linked>) -> ExitCode {
     let cli = Cli::parse();
-    let filter = tracing_subscriber::EnvFilter::try_new(&cli.log);
-    let filter = match filter {
-        Ok(filter) => filter,
-        Err(e) => return fail(&Error::usage(format!("--log {:?}: {e}", cli.log))),
-    };
-    tracing_subscriber::fmt()
-        .with_env_filter(filter)
-        .with_ansi(std::io::IsTerminal::is_terminal(&std::io::stderr()))
-        .with_writer(std::io::stderr)
-        .init();
+    if let Err(e) = start_log(&cli) {
+        return fail(&e);
+    }
     let done = match &cli.command {
         Command::Generate(args) => generate::run(args),
         Command::Serve(args) => serve::run(args),
@@ -239,12 +241,39 @@ pub fn main_with(linked: Option<Linked>) -> ExitCode {
             PluginCommand::Probe => Ok(crate::probe::child()),
             PluginCommand::Check(args) => check::run(args),
         },
+        Command::Config(command) => config::run(command),
         Command::Bench(command) => bench::run(command, linked),
     };
     match done {
         Ok(code) => code,
         Err(e) => fail(&e),
     }
+}
+
+/// What flags, variables and the configuration file say about the log. A file that cannot be read is
+/// told by the command that reads it.
+fn start_log(cli: &Cli) -> Result<()> {
+    let file = match &cli.command {
+        Command::Generate(args) => args.config.path(),
+        Command::Serve(args) => args.config_path(),
+        _ => None,
+    };
+    let said = settings::log(cli.log.as_deref(), cli.log_format.as_deref())?;
+    let log = match Config::with(file, &said.0) {
+        Ok(config) => config.log,
+        Err(_) => Config::with(None, &said.0)?.log,
+    };
+    let filter = tracing_subscriber::EnvFilter::try_new(&log.filter)
+        .map_err(|e| Error::usage(format!("log filter {:?}: {e}", log.filter)))?;
+    let lines = tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_ansi(std::io::IsTerminal::is_terminal(&std::io::stderr()))
+        .with_writer(std::io::stderr);
+    match log.format {
+        LogFormat::Text => lines.init(),
+        LogFormat::Json => lines.json().init(),
+    }
+    Ok(())
 }
 
 fn print_line(text: std::fmt::Arguments<'_>) {
@@ -260,4 +289,15 @@ fn fail(error: &Error) -> ExitCode {
         note!("error: {line}");
     }
     ExitCode::from(error.exit_code())
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::CommandFactory;
+
+    /// No two flags of a command have the same name.
+    #[test]
+    fn the_command_line_is_consistent() {
+        super::Cli::command().debug_assert();
+    }
 }

@@ -10,10 +10,23 @@ use crate::engine::OnFault;
 use crate::error::{Error, Result};
 use crate::probe::Probe;
 
+mod layer;
 mod paths;
 mod read;
+pub mod reference;
+mod schema;
+mod secret;
+mod server;
+mod settings;
 
+pub use self::server::{LogConfig, LogFormat, ServerConfig, ToolParser};
+pub use ::server::UnknownFields;
+pub use layer::{Origin, Override};
 pub use paths::{DEFAULT_MODEL_FILE, MODEL_ENV, default_model_path, model_cache_dir};
+pub use schema::schema;
+pub use secret::Secrets;
+pub(crate) use settings::texts;
+pub use settings::{ENV_PREFIX, SETTINGS, Setting, TABLES};
 
 /// Text of the configuration that is used without `--config`.
 pub const DEFAULT_CONFIG: &str = include_str!("config/default.toml");
@@ -30,8 +43,14 @@ pub struct Config {
     pub engine: EngineConfig,
     /// `[model]`
     pub model: ModelConfig,
+    /// `[server]`
+    pub server: ServerConfig,
+    /// `[log]`
+    pub log: LogConfig,
     /// `[resources.<key>]`, by key.
     pub resources: BTreeMap<String, ResourceConfig>,
+    /// Where values come from, by path (`engine.max_batch`); those of resources only if not the file.
+    origins: BTreeMap<String, Origin>,
 }
 
 /// `[engine]`
@@ -79,7 +98,7 @@ pub struct ModelConfig {
 }
 
 /// `[resources.<key>]`: what the host reads itself, and the settings that belong to the kind.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, Default, PartialEq)]
 pub struct ResourceConfig {
     /// The kind, offered by some plugin.
     pub kind: String,
@@ -204,20 +223,47 @@ impl Activations {
 impl Config {
     /// Reads the file at `path`; relative paths in it count from its directory.
     pub fn load(path: &Path) -> Result<Self> {
-        let text = document::read_text(path, MAX_CONFIG_BYTES)
-            .map_err(|problem| Error::Config(problem.into()))?;
-        let base = path.parent().unwrap_or(Path::new(""));
-        Self::parse(&document::shown(path), &text, base)
+        Self::with(Some(path), &[])
     }
 
     /// The embedded default; relative paths count from the working directory.
     pub fn embedded() -> Result<Self> {
-        Self::parse("default.toml", DEFAULT_CONFIG, Path::new(""))
+        Self::with(None, &[])
+    }
+
+    /// Reads the file at `path`, or the embedded default, and puts `overrides` over it in their order.
+    /// Relative paths of overrides count from the working directory.
+    pub fn with(path: Option<&Path>, overrides: &[Override]) -> Result<Self> {
+        let Some(path) = path else {
+            return Self::read("default.toml", DEFAULT_CONFIG, Path::new(""), overrides);
+        };
+        let text = document::read_text(path, MAX_CONFIG_BYTES)
+            .map_err(|problem| Error::Config(problem.into()))?;
+        let base = path.parent().unwrap_or(Path::new(""));
+        Self::read(&document::shown(path), &text, base, overrides)
     }
 
     /// Parses `text`, which messages call `file`; relative paths in it count from `base`.
     pub fn parse(file: &str, text: &str, base: &Path) -> Result<Self> {
-        read::read(file, text, base).map_err(|problems: Problems| Error::Config(problems))
+        Self::read(file, text, base, &[])
+    }
+
+    fn read(file: &str, text: &str, base: &Path, overrides: &[Override]) -> Result<Self> {
+        read::read(file, text, base, overrides)
+            .map_err(|problems: Problems| Error::Config(problems))
+    }
+
+    /// Where the value under a path such as `engine.max_batch` or `resources.main_kv.pages` comes from.
+    pub fn origin(&self, path: &str) -> Origin {
+        if let Some(origin) = self.origins.get(path) {
+            return origin.clone();
+        }
+        let of_resource = |(key, resource): (&String, &ResourceConfig)| {
+            let name = path.strip_prefix("resources.")?.strip_prefix(key.as_str())?;
+            let &(line, column) = resource.places.keys.get(name.strip_prefix('.')?)?;
+            Some(Origin::File(line, column))
+        };
+        self.resources.iter().find_map(of_resource).unwrap_or_default()
     }
 
     /// The declared `depends_on` of every resource, to which a kind's own dependencies are added.

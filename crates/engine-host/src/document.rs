@@ -102,13 +102,25 @@ impl From<Problem> for Problems {
 pub struct Document<'t> {
     file: String,
     text: &'t str,
+    /// Whether lines and columns mean something to the user.
+    placed: bool,
     problems: RefCell<Vec<Problem>>,
 }
 
 impl<'t> Document<'t> {
     /// `file` is how messages name the text.
     pub fn new(file: impl Into<String>, text: &'t str) -> Self {
-        Self { file: file.into(), text, problems: RefCell::default() }
+        Self { file: file.into(), text, placed: true, problems: RefCell::default() }
+    }
+
+    /// A text made of a value that was typed elsewhere, which `name` tells: a flag, a variable.
+    pub fn outside(name: impl Into<String>, text: &'t str) -> Self {
+        Self { placed: false, ..Self::new(name, text) }
+    }
+
+    /// Whether lines and columns of the text mean something to the user.
+    pub fn has_places(&self) -> bool {
+        self.placed
     }
 
     /// Parses as much as can be parsed; what cannot is recorded as problems.
@@ -136,7 +148,7 @@ impl<'t> Document<'t> {
     pub fn report(&self, span: &Range<usize>, message: impl Into<String>) {
         let problem = Problem {
             file: self.file.clone(),
-            place: Some(self.place(span.start)),
+            place: self.placed.then(|| self.place(span.start)),
             message: message.into(),
         };
         self.problems.borrow_mut().push(problem);

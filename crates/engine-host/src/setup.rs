@@ -13,12 +13,13 @@ use serde_json::{Map, Value};
 
 use crate::checkpoint::{self, Arithmetic};
 use crate::compute::Compute;
-use crate::config::{self, Config, ResourceConfig};
+use crate::config::{self, Config, Origin, ResourceConfig};
 use crate::discovery::{self, Discovery};
 use crate::document::{Problem, Problems};
 use crate::engine::{Engine, ModelFacts};
 use crate::error::{Error, ErrorKind, Result};
 use crate::manifest::ApiVersion;
+use crate::order;
 use crate::registry::Registry;
 use crate::resources::{BuildInfo, ResourceSet, Wanted};
 use crate::services::Services;
@@ -63,6 +64,22 @@ pub fn load(config: &Config, progress: Progress<'_>) -> Result<Loaded> {
     let wanted: Vec<&str> = config.resources.values().map(|r| r.kind.as_str()).collect();
     let mut registry = Registry::load(&discovery, Some(&wanted));
     load_with(config, &mut registry, &discovery, progress)
+}
+
+/// Whether the plugins of a configuration can be loaded, offer its kinds, and are in an order that can
+/// be built, and whether the model's file can be read. Nothing is computed, and no weights are loaded.
+/// What a kind's own settings are worth is known only once the model is.
+///
+/// # Errors
+/// As for [`load`].
+pub fn check(config: &Config) -> Result<()> {
+    let discovery = discover(config)?;
+    let wanted: Vec<&str> = config.resources.values().map(|r| r.kind.as_str()).collect();
+    let registry = Registry::load(&discovery, Some(&wanted));
+    check_kinds(config, &registry, &discovery)?;
+    order::build_order(&config.declared_dependencies())?;
+    max_model_len(config, &open_model(&config.model.path)?)?;
+    Ok(())
 }
 
 /// As [`load`], with random weights in the shape of a well-known model
@@ -243,7 +260,13 @@ fn check_kinds(config: &Config, registry: &Registry, discovery: &Discovery) -> R
 }
 
 fn problem(config: &Config, resource: &ResourceConfig, key: &str, message: String) -> Problem {
-    Problem { file: config.file.clone(), place: Some(resource.places.of(key)), message }
+    let path = config.resources.iter().find(|(_, other)| std::ptr::eq(*other, resource));
+    match path.map(|(of, _)| config.origin(&format!("resources.{of}.{key}"))) {
+        Some(origin @ (Origin::Flag(_) | Origin::Environment(_))) => {
+            Problem::of_file(origin.to_string(), message)
+        }
+        _ => Problem { file: config.file.clone(), place: Some(resource.places.of(key)), message },
+    }
 }
 
 fn finish(problems: Vec<Problem>) -> Result<()> {

@@ -233,3 +233,92 @@ fn kernels_keep_to_the_cpu_features_asked_for() {
     assert!(portable.status.success(), "{}", String::from_utf8_lossy(&portable.stderr));
     assert_eq!(best.stdout, portable.stdout, "other instructions, another answer");
 }
+
+#[test]
+fn the_configuration_is_checked_and_shown() {
+    let host = Host::new();
+    let config = host.config(&plugins(), &model_path());
+    let run = |more: &[&str]| {
+        let mut args = vec!["config"];
+        args.extend(more);
+        args.extend(["--config", config.to_str().unwrap()]);
+        host.run(&args)
+    };
+    let good = run(&["check", "--max-batch", "3"]);
+    assert_eq!(String::from_utf8_lossy(&good.stdout), format!("{}: good\n", config.display()));
+    let (code, line) = refused(&run(&["check", "--model-path", "none.gguf"]));
+    assert_eq!(code, Some(1));
+    assert!(line.contains("model none.gguf does not exist"), "{line}");
+    let (code, line) = refused(&run(&["check", "--set", "resources.main_kv.kind=kw"]));
+    assert_eq!(code, Some(2));
+    assert!(
+        line.starts_with("error: --set resources.main_kv.kind: [resources.main_kv]:"),
+        "{line}"
+    );
+    let (code, line) = refused(&run(&["check", "--api-key-file", "none"]));
+    assert_eq!(code, Some(2));
+    assert!(line.contains("none: cannot be read"), "{line}");
+    let (_, line) = refused(&run(&["check", "--host", "0.0.0.0"]));
+    assert!(line.starts_with("warning: [server] host"), "{line}");
+
+    // What is shown can be read again, and says the same; keys are not in it.
+    let shown = run(&[
+        "show",
+        "--max-batch",
+        "3",
+        "--api-key",
+        "sk-1",
+        "--set",
+        "resources.main_kv.pages=77",
+    ]);
+    let text = String::from_utf8(shown.stdout).unwrap();
+    assert!(!text.contains("sk-1") && text.contains("# api_keys: 1 hidden"), "{text}");
+    assert!(
+        text.lines().any(|l| l.starts_with("max_batch = 3 ") && l.ends_with("# --max-batch")),
+        "{text}"
+    );
+    let again = host.file("again.toml", &text);
+    let again = host.run(&["config", "show", "--json", "--config", again.to_str().unwrap()]);
+    let again: Value = serde_json::from_slice(&again.stdout).unwrap();
+    assert_eq!(again["engine.max_batch"]["value"], 3);
+    assert_eq!(again["resources.main_kv.pages"]["value"], 77);
+    assert_eq!(again["engine.max_model_len"]["value"], Value::Null);
+}
+
+#[test]
+fn variables_are_settings_and_slips_are_told() {
+    let host = Host::new();
+    let show = |name: &str, value: &str| {
+        let program = env!("CARGO_BIN_EXE_engine-host");
+        let mut command = Command::new(program);
+        command.args(["config", "show", "--json"]).env(name, value);
+        let output = command.current_dir(host.dir.path()).output().unwrap();
+        let shown = serde_json::from_slice(&output.stdout).unwrap_or(Value::Null);
+        (shown, String::from_utf8(output.stderr).unwrap())
+    };
+    let (shown, told) = show("ENGINE_HOST_PORT", "9");
+    assert_eq!(shown["server.port"]["value"], 9);
+    assert_eq!(shown["server.port"]["from"], "ENGINE_HOST_PORT");
+    assert_eq!(told, "");
+    let (shown, told) = show("ENGINE_HOST_RESOURCES__MAIN_KV__PAGES", "5");
+    assert_eq!(shown["resources.main_kv.pages"]["value"], 5, "{told}");
+    let (shown, _) = show("ENGINE_HOST_PORT", "");
+    assert_eq!(shown["server.port"]["value"], 8000, "an empty variable is none");
+    let (shown, told) = show("ENGINE_HOST_PROT", "9");
+    assert_eq!(shown["server.port"]["value"], 8000);
+    assert!(
+        told.contains("ENGINE_HOST_PROT is no setting; did you mean ENGINE_HOST_PORT?"),
+        "{told}"
+    );
+    let (_, told) = show("ENGINE_HOST_PORT", "99999");
+    assert_eq!(
+        told,
+        "error: ENGINE_HOST_PORT: port = 99999 in [server] is out of range: it must be 0 to 65535\n"
+    );
+    let (shown, told) = show("ENGINE_HOST_LOG_FORMAT", "yaml");
+    assert_eq!(shown, Value::Null);
+    assert!(
+        told.starts_with("error: ENGINE_HOST_LOG_FORMAT: format = \"yaml\" in [log]"),
+        "{told}"
+    );
+}

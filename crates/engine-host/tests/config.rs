@@ -2,7 +2,10 @@
 
 use std::path::{Path, PathBuf};
 
-use engine_host::config::{Activations, DEFAULT_CONFIG, Device, KvDtype, default_model_path};
+use engine_host::config::{
+    Activations, DEFAULT_CONFIG, Device, KvDtype, LogFormat, Origin, Override, SETTINGS,
+    ToolParser, UnknownFields, default_model_path, reference, schema,
+};
 use engine_host::{Config, ErrorKind};
 
 fn parse(text: &str) -> Config {
@@ -27,7 +30,9 @@ fn the_embedded_default() {
     assert_eq!(config.engine.plugin_dirs, [PathBuf::from("plugins")]);
     assert_eq!(config.model.path, default_model_path());
     // Its `[engine]` only spells the defaults out.
-    assert_eq!(config.engine, Config::parse("x", "", Path::new("")).unwrap().engine);
+    let nothing = Config::parse("x", "", Path::new("")).unwrap();
+    assert_eq!(config.engine, nothing.engine);
+    assert_eq!((config.server, config.log), (nothing.server, nothing.log));
     // The keys that it names in comments are keys.
     let all = DEFAULT_CONFIG
         .replace("# threads", "threads")
@@ -62,15 +67,58 @@ fn every_key_is_read() {
         probe = "never"
         threads = 3
         preplan = false
+        cpu_features = "portable"
         watchdog = 0
         cuda_graphs = false
+        batch_invariant = true
         max_batch = 0x10
         max_batch_tokens = 1_000
         max_model_len = 77
         [model]
         path = "models/m.gguf"
+        [server]
+        host = "::1"
+        port = 0
+        served_model_name = ["a", "b"]
+        api_keys = ["k1"]
+        api_key_file = "keys"
+        max_waiting = 0
+        max_connections = 3
+        max_body_bytes = 4096
+        max_header_bytes = 8192
+        max_choices = 7
+        unknown_fields = "ignore"
+        read_timeout = 1
+        request_timeout = 2
+        stream_buffer = 5
+        drain_timeout = 6
+        cors_origins = ["*"]
+        tool_parser = "qwen"
+        log_prompts = true
+        [log]
+        filter = "engine_host=debug"
+        format = "json"
         "#,
     );
+    let server = &config.server;
+    assert_eq!((server.host.to_string().as_str(), server.port), ("::1", 0));
+    assert_eq!(
+        (&*server.served_model_name, &*server.cors_origins),
+        (&["a".into(), "b".into()][..], &["*".into()][..])
+    );
+    assert!(server.api_keys.iter().eq(["k1"]) && server.log_prompts);
+    assert_eq!(server.api_key_file.as_deref(), Some(Path::new("/etc/engine/keys")));
+    assert_eq!((server.max_waiting, server.max_connections, server.max_body_bytes), (0, 3, 4096));
+    assert_eq!((server.max_header_bytes, server.max_choices), (8192, 7));
+    assert_eq!(server.unknown_fields, UnknownFields::Ignore);
+    assert_eq!((server.read_timeout, server.request_timeout), (1, 2));
+    assert_eq!((server.stream_buffer, server.drain_timeout), (5, 6));
+    assert_eq!(server.tool_parser, ToolParser::Hermes);
+    assert_eq!((&*config.log.filter, config.log.format), ("engine_host=debug", LogFormat::Json));
+    // No setting was forgotten here.
+    for setting in SETTINGS {
+        assert!(matches!(config.origin(&setting.path()), Origin::File(..)), "{}", setting.path());
+    }
     let engine = config.engine;
     assert_eq!(engine.device, Device::Cuda { ordinal: 1 });
     assert_eq!((engine.kv_dtype, engine.activations), (KvDtype::F32, Activations::Int8));
@@ -248,4 +296,182 @@ fn paths_count_from_the_file() {
     let config = Config::load(&path).unwrap();
     assert_eq!(config.model.path, dir.path().join("m.gguf"));
     assert_eq!(config.engine.plugin_dirs, [dir.path().join("plugins")]);
+}
+
+fn flag(path: &str, value: &str) -> Override {
+    let origin = Origin::Flag(format!("--{}", path.rsplit('.').next().unwrap()));
+    Override { path: path.into(), value: value.into(), origin }
+}
+
+fn variable(path: &str, value: &str) -> Override {
+    let origin = Origin::Environment(format!("ENGINE_HOST_{}", path.replace('.', "__")));
+    Override { path: path.into(), value: value.into(), origin }
+}
+
+#[test]
+fn flags_count_more_than_variables_and_those_more_than_the_file() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("engine.toml");
+    let text = "[engine]\nmax_batch = 1\nthreads = 1\n[model]\npath = 'm.gguf'\n\
+                [resources.main_kv]\nkind = 'kv'\nnodes = ['decoder']\npages = 10\n";
+    std::fs::write(&path, text).unwrap();
+    let overrides = [
+        variable("engine.max_batch", "2"),
+        variable("engine.threads", "2"),
+        variable("resources.MAIN_KV.PAGES", "20"),
+        flag("engine.max_batch", "3"),
+        flag("engine.kv_dtype", "f32"),
+        flag("engine.plugin_dirs", "a, /b"),
+        flag("server.served_model_name", "[\"x,y\"]"),
+        flag("server.log_prompts", "true"),
+        flag("resources.main_kv.on_fault", "stop"),
+        flag("resources.main_kv.memory", "80%"),
+    ];
+    let config = Config::with(Some(&path), &overrides).unwrap();
+    assert_eq!((config.engine.max_batch, config.engine.threads), (3, 2));
+    assert_eq!(config.engine.kv_dtype, KvDtype::F32);
+    // Paths of flags count from the working directory.
+    assert_eq!(config.engine.plugin_dirs, [Path::new("a"), Path::new("/b")]);
+    assert_eq!(config.server.served_model_name, ["x,y"]);
+    assert!(config.server.log_prompts);
+    let kv = &config.resources["main_kv"];
+    assert_eq!(
+        (kv.settings["pages"].as_integer(), kv.settings["memory"].as_str()),
+        (Some(20), Some("80%"))
+    );
+    assert_eq!((kv.on_fault.name(), &*kv.kind), ("stop", "kv"));
+    for (path, from) in [
+        ("engine.max_batch", "--max_batch"),
+        ("engine.threads", "ENGINE_HOST_engine__threads"),
+        ("model.path", "line 5, column 1"),
+        ("engine.device", "default"),
+        ("resources.main_kv.pages", "ENGINE_HOST_resources__MAIN_KV__PAGES"),
+        ("resources.main_kv.kind", "line 7, column 1"),
+        ("resources.main_kv.depends_on", "default"),
+    ] {
+        // The variable's own path is in capitals; where the value comes from is asked for as in the file.
+        assert_eq!(config.origin(path).to_string(), from, "{path}");
+    }
+}
+
+#[test]
+fn what_is_wrong_with_a_flag_names_the_flag() {
+    for (over, message) in [
+        (
+            flag("engine.max_batch", "0"),
+            "--max_batch: max_batch = 0 in [engine] is out of range: it must be 1 to 65536",
+        ),
+        (
+            flag("engine.max_batch", "many"),
+            "--max_batch: \"max_batch\" in [engine] must be an integer from 1 to 65536, not a string",
+        ),
+        (
+            flag("engine.threads", "1\nmax_batch = 2"),
+            "--threads: \"threads\" in [engine] must be an integer from 1 to 1024, not a string",
+        ),
+        (
+            flag("engine.kv_dtype", "bf61"),
+            "--kv_dtype: kv_dtype = \"bf61\" in [engine] is not one of f32, f16, bf16; did you mean \"bf16\"?",
+        ),
+        (
+            flag("server.host", "example.org"),
+            "--host: host = \"example.org\" in [server] is not an IP address, such as \"127.0.0.1\" or \"::\"",
+        ),
+        (
+            variable("engine.strict", "yes"),
+            "ENGINE_HOST_engine__strict: \"strict\" in [engine] must be true or false, not a string",
+        ),
+        (
+            flag("engine.max_bach", "1"),
+            "--max_bach: there is no setting \"engine.max_bach\"; did you mean \"engine.max_batch\"?",
+        ),
+        (
+            flag("resources.main_vk.pages", "1"),
+            "--pages: there is no setting \"resources.main_vk.pages\"; did you mean \"resources.main_kv.pages\"?",
+        ),
+        (
+            flag("resources.x", "1"),
+            "--x: there is no setting \"resources.x\"; there are the resources attn, main_kv, pos, sampler",
+        ),
+    ] {
+        let error = Config::with(None, &[over]).unwrap_err();
+        assert_eq!(error.to_string(), message);
+        assert_eq!(error.exit_code(), 2);
+    }
+    // A key is not quoted, whatever is wrong with it.
+    for keys in ["[\"sk-1\", \"sk-1\"]", "[\"sk-1\", \" \"]", "[\"sk-1\", 1]"] {
+        let error = Config::with(None, &[flag("server.api_keys", keys)]).unwrap_err().to_string();
+        assert!(!error.contains("sk-1") && !error.contains('\n'), "{error}");
+    }
+    let wrong = Override::from_set("engine.max_batch");
+    assert!(matches!(wrong, Err(message) if message.contains("PATH=VALUE")));
+}
+
+#[test]
+fn keys_come_from_the_file_of_keys_too_and_an_empty_one_is_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("keys");
+    let file = flag("server.api_key_file", path.to_str().unwrap());
+    let config = Config::with(None, &[file, flag("server.api_keys", "a,b")]).unwrap();
+    let keys = || config.server.all_keys();
+    assert!(keys().unwrap_err().to_string().contains("cannot be read"));
+    std::fs::write(&path, "# nobody\n\n").unwrap();
+    assert!(keys().unwrap_err().to_string().ends_with("api_key_file has no key in it"));
+    std::fs::write(&path, "# ours\n  c \n\r\nd\r\n").unwrap();
+    let all = keys().unwrap();
+    assert!(all.iter().eq(["a", "b", "c", "d"]), "{}", all.len());
+    assert!(!format!("{config:?}").contains("\"a\""));
+}
+
+#[test]
+fn defaults_are_as_they_are_told() {
+    let config = Config::parse("x", "", Path::new("")).unwrap();
+    for setting in SETTINGS {
+        let Ok(told) = toml::from_str::<toml::Table>(&format!("v = {}", setting.default)) else {
+            continue;
+        };
+        assert_eq!(setting.value(&config).as_ref(), told.get("v"), "{}", setting.path());
+    }
+}
+
+#[test]
+fn flags_and_variables_of_settings_differ() {
+    let mut names: Vec<String> = SETTINGS.iter().map(|setting| setting.env()).collect();
+    names.sort();
+    names.dedup();
+    assert_eq!(names.len(), SETTINGS.len());
+}
+
+#[test]
+fn the_reference_page_is_current() {
+    let path = xtask::workspace_root().join("docs/configuration.md");
+    let page = std::fs::read_to_string(path).unwrap();
+    assert!(
+        page.trim_end() == reference::page().trim_end(),
+        "docs/configuration.md is old: `engine-host config reference > docs/configuration.md`"
+    );
+}
+
+#[test]
+fn the_schema_knows_every_setting_and_the_default_file() {
+    let schema = schema();
+    for setting in SETTINGS {
+        let at = format!("/properties/{}/properties/{}/description", setting.table, setting.key);
+        assert_eq!(schema.pointer(&at).and_then(|v| v.as_str()), Some(setting.help), "{at}");
+    }
+    let file: toml::Table = toml::from_str(DEFAULT_CONFIG).unwrap();
+    for (table, keys) in file.iter().filter(|(table, _)| *table != "resources") {
+        for key in keys.as_table().unwrap().keys() {
+            assert!(
+                schema.pointer(&format!("/properties/{table}/properties/{key}")).is_some(),
+                "{key}"
+            );
+        }
+    }
+    assert_eq!(
+        schema.pointer("/properties/engine/properties/max_batch/maximum"),
+        Some(&65_536.into())
+    );
+    let dtypes = schema.pointer("/properties/engine/properties/kv_dtype/enum").unwrap();
+    assert_eq!(dtypes, &serde_json::json!(["f32", "f16", "bf16"]));
 }

@@ -1,6 +1,6 @@
 //! `engine-host serve`: loads a model and answers OpenAI's API over HTTP.
 
-use std::net::{IpAddr, SocketAddr};
+use std::net::SocketAddr;
 use std::path::Path;
 use std::process::ExitCode;
 use std::sync::Arc;
@@ -15,7 +15,8 @@ use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::watch;
 
 use super::ConfigArg;
-use crate::config::Config;
+use super::settings::ServerFlags;
+use crate::config::{Config, ServerConfig};
 use crate::driver::Driver;
 use crate::error::{Error, ErrorKind, Result};
 use crate::setup::{self, Loaded};
@@ -27,36 +28,43 @@ const DRAIN_TICK: Duration = Duration::from_millis(20);
 pub struct ServeArgs {
     #[command(flatten)]
     config: ConfigArg,
-    /// Address to listen on
-    #[arg(long, env = "ENGINE_HOST_HOST", default_value = "127.0.0.1")]
-    host: IpAddr,
-    /// Port to listen on; 0 takes one that is free
-    #[arg(long, env = "ENGINE_HOST_PORT", default_value_t = 8000)]
-    port: u16,
-    /// Requests must carry this key; may be given more than once
-    #[arg(long, env = "ENGINE_HOST_API_KEY", hide_env_values = true, value_delimiter = ',')]
-    api_key: Vec<String>,
-    /// What requests may call the model; may be given more than once
-    #[arg(long, value_name = "NAME")]
-    served_model_name: Vec<String>,
+    #[command(flatten)]
+    server: ServerFlags,
 }
 
 impl ServeArgs {
-    fn options(&self) -> ServerOptions {
-        ServerOptions {
-            host: self.host,
-            port: self.port,
-            api_keys: self.api_key.iter().cloned().map(ApiKey).collect(),
-            served_model_name: self.served_model_name.clone(),
-            ..ServerOptions::default()
-        }
+    pub fn config_path(&self) -> Option<&Path> {
+        self.config.path()
     }
+}
+
+fn options(config: &ServerConfig) -> Result<ServerOptions> {
+    let seconds = Duration::from_secs;
+    let keys = config.all_keys()?;
+    Ok(ServerOptions {
+        host: config.host,
+        port: config.port,
+        api_keys: keys.iter().map(|key| ApiKey(key.to_owned())).collect(),
+        served_model_name: config.served_model_name.clone(),
+        max_waiting: config.max_waiting,
+        max_choices: config.max_choices,
+        max_body_bytes: config.max_body_bytes,
+        max_header_bytes: config.max_header_bytes,
+        max_connections: config.max_connections,
+        read_timeout: seconds(config.read_timeout),
+        request_timeout: (config.request_timeout > 0).then(|| seconds(config.request_timeout)),
+        stream_buffer: config.stream_buffer,
+        drain_timeout: seconds(config.drain_timeout),
+        cors_origins: config.cors_origins.clone(),
+        log_prompts: config.log_prompts,
+        unknown_fields: config.unknown_fields,
+    })
 }
 
 /// Serves until a signal ends it.
 pub fn run(args: &ServeArgs) -> Result<ExitCode> {
-    let config = args.config.load()?;
-    let app = App::new(args.options());
+    let config = args.config.load_with(&args.server.0)?;
+    let app = App::new(options(&config.server)?);
     let runtime = runtime()?;
     let (host, port) = (app.options.host, app.options.port);
     let listener = runtime.block_on(TcpListener::bind((host, port))).map_err(|e| {

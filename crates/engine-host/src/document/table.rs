@@ -161,13 +161,26 @@ impl<'d, 't> TableReader<'d, 't> {
 
     /// An array of strings, none of them twice. Bad elements are recorded and left out.
     pub fn strings(&mut self, key: &'d str) -> Option<Vec<Spanned<&'d str>>> {
+        self.texts(key, |text| format!("names {text:?}"))
+    }
+
+    /// As [`strings`](Self::strings), for what no message may quote.
+    pub fn secrets(&mut self, key: &'d str) -> Option<Vec<Spanned<&'d str>>> {
+        self.texts(key, |_| "has the same one".to_owned())
+    }
+
+    fn texts(
+        &mut self,
+        key: &'d str,
+        names: impl Fn(&str) -> String,
+    ) -> Option<Vec<Spanned<&'d str>>> {
         let array = self.array(key, "an array of strings")?;
         let mut strings: Vec<Spanned<&'d str>> = Vec::with_capacity(array.len());
         for element in array.iter() {
             match element.get_ref().as_str() {
                 None => self.wrong_type(key, element, "an array of strings"),
                 Some(text) if strings.iter().any(|seen| *seen.get_ref() == text) => {
-                    let message = format!("{key:?} in {} names {text:?} twice", self.name);
+                    let message = format!("{key:?} in {} {} twice", self.name, names(text));
                     self.doc.report(&element.span(), message);
                 }
                 Some(text) => strings.push(Spanned::new(element.span(), text)),

@@ -25,6 +25,14 @@ impl OnFault {
     /// The names used in configurations.
     pub const NAMES: [(&'static str, Self); 2] =
         [("fail_requests", Self::FailRequests), ("stop", Self::Stop)];
+
+    /// Name in configurations.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::FailRequests => "fail_requests",
+            Self::Stop => "stop",
+        }
+    }
 }
 
 /// Cancels requests from any thread, also while a step runs or a resource stalls.
