@@ -123,7 +123,7 @@ fn every_key_is_read() {
     assert_eq!(engine.device, Device::Cuda { ordinal: 1 });
     assert_eq!((engine.kv_dtype, engine.activations), (KvDtype::F32, Activations::Int8));
     assert_eq!(engine.plugin_dirs, [Path::new("/etc/engine/plugins"), Path::new("/opt/plugins")]);
-    assert!(engine.strict && !engine.preplan && !engine.cuda_graphs);
+    assert!(engine.strict && !engine.preplan && !engine.cuda_graphs && engine.batch_invariant);
     assert_eq!(engine.watchdog, 0);
     assert_eq!((engine.threads, engine.max_batch), (3, 16));
     assert_eq!((engine.max_batch_tokens, engine.max_model_len), (1000, Some(77)));
@@ -217,8 +217,8 @@ big.number = 9223372036854775808
         found,
         [
             "engine.toml:2:10: device = \"gpu\" is neither \"cpu\" nor \"cuda:N\"",
-            "engine.toml:3:12: kv_dtype = \"bf61\" in [engine] is not one of f32, f16, bf16; did \
-             you mean \"bf16\"?",
+            "engine.toml:3:12: kv_dtype = \"bf61\" in [engine] is not one of f32, f16, bf16, fp8; \
+             did you mean \"bf16\"?",
             "engine.toml:4:11: threads = 0 in [engine] is out of range: it must be 1 to 1024",
             "engine.toml:5:13: max_batch = 99999999999999999999999 in [engine] is out of range: it \
              must be 1 to 65536",

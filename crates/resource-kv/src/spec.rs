@@ -101,15 +101,15 @@ impl KvSpec {
     }
 
     fn element_type(&self, info: &EngineResourceInfo) -> Result<DType> {
-        let (dtype, name) = match &self.dtype {
-            Some(name) => (DType::parse(name), name.as_str()),
-            None => (Some(info.kv_dtype), info.kv_dtype.name()),
+        let (setting, dtype, name) = match &self.dtype {
+            Some(name) => ("dtype", DType::parse(name), name.as_str()),
+            None => ("kv_dtype", Some(info.kv_dtype), info.kv_dtype.name()),
         };
         match dtype {
             Some(dtype @ (DType::F32 | DType::F16 | DType::BF16)) => Ok(dtype),
             Some(DType::F8E4M3) if !info.device.is_cpu() => Ok(DType::F8E4M3),
             _ => Err(ResourceError::invalid(format!(
-                "`dtype` is \"{name}\"; a cache holds f32, f16 or bf16, and on a CUDA device fp8"
+                "`{setting}` is \"{name}\"; a cache holds f32, f16 or bf16, and on a CUDA device fp8"
             ))),
         }
     }
