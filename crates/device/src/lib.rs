@@ -15,6 +15,7 @@ pub mod cuda;
 mod error;
 mod mapped_file;
 mod parallel;
+mod sync;
 
 pub use block_type::BlockType;
 pub use budget::Budget;

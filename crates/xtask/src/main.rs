@@ -14,6 +14,7 @@ mod kernels;
 mod model;
 mod plugins;
 mod progress;
+mod sanitize;
 mod step;
 
 #[derive(Parser)]
@@ -35,6 +36,8 @@ enum Task {
     DeviceTest(device_test::DeviceTestOptions),
     /// Compile the CUDA kernels, which takes no GPU: check them, or make those of a release
     Kernels(kernels::KernelOptions),
+    /// Run tests under Miri, a sanitizer or valgrind
+    Sanitize(sanitize::SanitizeOptions),
     /// Run what CI runs: format, lints, docs, plugins, model, all tests
     Test,
 }
@@ -46,6 +49,7 @@ fn main() -> ExitCode {
         Task::Demo(options) => demo::run(&options),
         Task::DeviceTest(options) => device_test::run(&options).map(|()| ExitCode::SUCCESS),
         Task::Kernels(options) => kernels::run(&options).map(|()| ExitCode::SUCCESS),
+        Task::Sanitize(options) => sanitize::sanitize(&options).map(|()| ExitCode::SUCCESS),
         Task::Test => checks::run(),
     };
     result.unwrap_or_else(|error| {

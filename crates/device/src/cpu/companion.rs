@@ -2,8 +2,9 @@
 
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard};
-use std::thread::JoinHandle;
+
+use crate::sync::thread::{self, JoinHandle};
+use crate::sync::{Arc, Condvar, Mutex, MutexGuard};
 
 /// A parked thread for work that would wait behind something longer, such as planning a step while
 /// another one computes. Borrowed work is fine: [`Companion::beside`] returns when both are done.
@@ -39,7 +40,7 @@ impl Companion {
     pub fn new(name: &str) -> std::io::Result<Self> {
         let shared = Arc::new(Shared { state: Mutex::new(State::Idle), changed: Condvar::new() });
         let theirs = shared.clone();
-        let thread = std::thread::Builder::new().name(name.into()).spawn(move || theirs.serve())?;
+        let thread = thread::Builder::new().name(name.into()).spawn(move || theirs.serve())?;
         Ok(Self { shared, thread: Some(thread) })
     }
 

@@ -6,14 +6,14 @@
 //! held up does their tasks itself.
 
 use std::any::Any;
-use std::cell::UnsafeCell;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering, fence};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
-use std::thread::JoinHandle;
-use std::time::{Duration, Instant};
+use std::sync::PoisonError;
+use std::time::Duration;
 
 use crate::parallel::Parallel;
+use crate::sync::atomic::{AtomicBool, AtomicUsize, Ordering, fence};
+use crate::sync::thread::{self, JoinHandle};
+use crate::sync::{Arc, Cell, Condvar, Mutex, MutexGuard, spin_until};
 
 /// How long a thread looks for work before it sleeps. Two kernels of a step are closer than this.
 const SPIN: Duration = Duration::from_micros(50);
@@ -38,7 +38,7 @@ impl Pool {
         let workers = (1..threads)
             .map(|i| {
                 let state = Arc::clone(&state);
-                std::thread::Builder::new()
+                thread::Builder::new()
                     .name(format!("kernel-{i}"))
                     .spawn(move || state.work_until_stopped())
                     .expect("cannot start a kernel thread")
@@ -95,7 +95,7 @@ struct State {
     untaken: Alone<AtomicUsize>,
     /// Tasks of the run that are not finished. The run's borrow of `f` ends after this is 0.
     unfinished: Alone<AtomicUsize>,
-    job: UnsafeCell<Job>,
+    job: Cell<Job>,
     /// A task of this run has panicked: the rest are skipped.
     failed: AtomicBool,
     panic: Mutex<Option<Box<dyn Any + Send>>>,
@@ -122,7 +122,7 @@ impl State {
             busy: AtomicBool::new(false),
             untaken: Alone(AtomicUsize::new(0)),
             unfinished: Alone(AtomicUsize::new(0)),
-            job: UnsafeCell::new(Job { f: &(nothing as fn(usize)), tasks: 0 }),
+            job: Cell::new(Job { f: &(nothing as fn(usize)), tasks: 0 }),
             failed: AtomicBool::new(false),
             panic: Mutex::new(None),
             stop: AtomicBool::new(false),
@@ -146,7 +146,7 @@ impl State {
             std::mem::transmute::<&(dyn Fn(usize) + Sync), &'static (dyn Fn(usize) + Sync)>(f)
         };
         // SAFETY: no task is taken or unfinished, so no other thread accesses `job`.
-        unsafe { *self.job.get() = Job { f, tasks } };
+        unsafe { self.job.set(Job { f, tasks }) };
         self.failed.store(false, Ordering::Relaxed);
         self.unfinished.0.store(tasks, Ordering::Relaxed);
         self.untaken.0.store(tasks, Ordering::Release);
@@ -175,7 +175,7 @@ impl State {
         {
             worked = true;
             // SAFETY: this thread has taken a task and not finished it.
-            let job = unsafe { *self.job.get() };
+            let job = unsafe { self.job.get() };
             if !self.failed.load(Ordering::Relaxed) {
                 // SAFETY: the run that owns the function returns only after this task is finished.
                 let f = unsafe { &*job.f };
@@ -185,35 +185,38 @@ impl State {
                     self.failed.store(true, Ordering::Relaxed);
                 }
             }
-            if self.unfinished.0.fetch_sub(1, Ordering::SeqCst) == 1
-                && self.caller_sleeps.load(Ordering::SeqCst)
-            {
-                drop(self.lock());
-                self.finished.notify_all();
+            if self.unfinished.0.fetch_sub(1, Ordering::AcqRel) == 1 {
+                // Pairs with the fence of a caller about to sleep.
+                fence(Ordering::SeqCst);
+                if self.caller_sleeps.load(Ordering::Relaxed) {
+                    drop(self.lock());
+                    self.finished.notify_all();
+                }
             }
         }
         worked
     }
 
     fn wait_until_finished(&self) {
-        let finished = || self.unfinished.0.load(Ordering::SeqCst) == 0;
-        if spin_until(finished) {
+        let finished = || self.unfinished.0.load(Ordering::Acquire) == 0;
+        if spin_until(SPIN, finished) {
             return;
         }
-        self.caller_sleeps.store(true, Ordering::SeqCst);
+        self.caller_sleeps.store(true, Ordering::Relaxed);
+        fence(Ordering::SeqCst);
         let mut guard = self.lock();
         while !finished() {
             guard = self.finished.wait(guard).unwrap_or_else(PoisonError::into_inner);
         }
         drop(guard);
-        self.caller_sleeps.store(false, Ordering::SeqCst);
+        self.caller_sleeps.store(false, Ordering::Relaxed);
     }
 
     fn work_until_stopped(&self) {
         let stopped = || self.stop.load(Ordering::SeqCst);
         let has_work = || self.untaken.0.load(Ordering::Relaxed) > 0;
         while !stopped() {
-            if self.work() || spin_until(|| has_work() || stopped()) {
+            if self.work() || spin_until(SPIN, || has_work() || stopped()) {
                 continue;
             }
             let mut guard = self.lock();
@@ -223,25 +226,6 @@ impl State {
                 guard = self.work_or_stop.wait(guard).unwrap_or_else(PoisonError::into_inner);
             }
             self.sleeping_workers.fetch_sub(1, Ordering::Relaxed);
-        }
-    }
-}
-
-/// Waits at most [`SPIN`] for `condition`; true when it came about.
-fn spin_until(condition: impl Fn() -> bool) -> bool {
-    if condition() {
-        return true;
-    }
-    let start = Instant::now();
-    loop {
-        for _ in 0..8 {
-            if condition() {
-                return true;
-            }
-            std::hint::spin_loop();
-        }
-        if start.elapsed() > SPIN {
-            return false;
         }
     }
 }

@@ -1,6 +1,7 @@
 //! Many readers or many writers, not both.
 
-use std::sync::atomic::{AtomicI64, Ordering};
+use crate::sync::atomic::{AtomicI64, Ordering};
+use crate::sync::pause;
 
 /// Who is at a pool: the number of readers, or minus the number of writers.
 ///
@@ -43,11 +44,7 @@ impl Turns {
                 }
             }
             attempts += 1;
-            if attempts.is_multiple_of(64) {
-                std::thread::yield_now();
-            } else {
-                std::hint::spin_loop();
-            }
+            pause(attempts);
         }
     }
 }
