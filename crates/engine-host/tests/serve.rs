@@ -223,6 +223,11 @@ fn what_can_never_fit_is_refused_and_the_rest_goes_on() {
     assert!(started.elapsed() < Duration::from_secs(20));
     let short: Vec<u32> = (1000..1010).collect();
     server.post(json!({ "prompt": short, "max_tokens": 4 }));
+    // Without a length an answer may have what there is.
+    let chat = json!({ "messages": [{ "role": "user", "content": "Hi" }], "ignore_eos": true });
+    let answer = post(server.address, "/v1/chat/completions", &chat);
+    assert_eq!(answer.status, 200, "{:?}", answer.json());
+    assert_eq!(answer.json()["choices"][0]["finish_reason"], "length");
     // A pool that is always too small: all give way to each other, and all come to an end.
     let body = json!({ "prompt": short, "max_tokens": 60, "temperature": 0, "ignore_eos": true });
     let alone = server.post(body.clone());
@@ -253,6 +258,26 @@ fn who_leaves_gives_all_back_at_once() {
     let kv = state["resources"].as_array().unwrap().iter().find(|r| r["kind"] == "kv").unwrap();
     assert_eq!(kv["state"]["streams"], json!([]));
     assert!(state["resources"].as_array().unwrap().iter().all(|r| r["panics"] == 0));
+}
+
+#[test]
+fn cached_prompts_are_told_kept_apart_by_salt_and_dropped_on_demand() {
+    let server = Served::new();
+    let prompt: Vec<u32> = (1000..1040).collect();
+    let cached = |more: Value| {
+        let mut body = json!({ "prompt": prompt, "max_tokens": 1, "temperature": 0 });
+        body.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+        server.post(body)["usage"]["prompt_tokens_details"]["cached_tokens"].as_u64().unwrap()
+    };
+    assert_eq!(cached(json!({})), 0);
+    assert_eq!(cached(json!({})), 32);
+    assert_eq!(cached(json!({ "cache_salt": "mine" })), 0);
+    assert_eq!(cached(json!({ "cache_salt": "mine" })), 32);
+    let done = receive(send(server.address, "/admin/reset_prefix_cache", "", "{}")).unwrap();
+    assert_eq!(done.status, 200);
+    assert_eq!(cached(json!({})), 0);
+    assert_eq!(cached(json!({})), 32);
+    assert_eq!(cached(json!({ "cache_salt": "mine" })), 0);
 }
 
 #[test]

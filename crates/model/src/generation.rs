@@ -32,6 +32,8 @@ pub struct GenerateRequest {
     pub sampling: Map<String, Value>,
     /// Per-request config of other resources, by resource key.
     pub overrides: BTreeMap<String, Map<String, Value>>,
+    /// Only requests with the same salt read what caches hold of each other's prompts.
+    pub cache_salt: String,
     /// The streams that its tokens go to; default: `main`.
     pub labels: RequestLabels,
 }

@@ -112,6 +112,51 @@ fn tokens_fed_and_drawn_are_seen() {
 }
 
 #[test]
+fn a_bias_is_added_to_logits() {
+    let row = [1.0, 0.5, 0.0, -0.5];
+    let config = r#""temperature": 1, "logit_bias": {"1": 1.5, "3": -100}"#;
+    assert_distribution(config, &[], &row, &softmax(&[1.0, 2.0, 0.0, -100.5]));
+}
+
+#[test]
+fn generated_tokens_lose_by_how_often_they_came_and_those_of_the_prompt_do_not() {
+    let drawn = |config: &str, row: &[f32], n| {
+        let e = Engine::new(row.len());
+        e.ingest(A, config);
+        let fed = Extra { tokens: vec![vec![0, 0]], ..Extra::default() };
+        let mut all = vec![e.step_with(&[A], &[row], fed)[0].token];
+        all.extend(e.run(A, row, n / 2));
+        e.resource.reset_request(A, true).unwrap(); // preempted: what came has come
+        all.extend(e.run(A, row, n - n / 2 - 1));
+        all
+    };
+    let row = [2.0, 1.5, 1.2];
+    let each = r#"{"temperature": 0, "frequency_penalty": 1}"#;
+    assert_eq!(drawn(each, &row, 5), [0, 1, 2, 0, 1]);
+    let once = r#"{"temperature": 0, "presence_penalty": 0.6}"#;
+    assert_eq!(drawn(once, &row, 5), [0, 1, 0, 0, 0]);
+    let reward = r#"{"temperature": 0, "frequency_penalty": -1}"#;
+    assert_eq!(drawn(reward, &row, 3), [0, 0, 0]);
+}
+
+#[test]
+fn the_end_is_held_off_until_enough_has_come() {
+    let e = Engine::new(3);
+    e.ingest(A, r#"{"temperature": 0, "min_tokens": 2, "end_token_ids": [0, 7]}"#);
+    e.ingest(B, r#"{"temperature": 0}"#);
+    let row = [2.0, 1.0, 0.0];
+    let tokens = |e: &Engine| {
+        let drawn = e.step_with(&[A, B], &[&row, &row], Extra::default());
+        (drawn[0].token, drawn[1].token, drawn[0].logprob)
+    };
+    let (first, other, logprob) = tokens(&e);
+    assert_eq!((first, other), (1, 0));
+    assert!((f64::from(logprob) - softmax(&row)[1].ln()).abs() < 1e-6, "the model's own");
+    assert_eq!(tokens(&e).0, 1);
+    assert_eq!(tokens(&e).0, 0);
+}
+
+#[test]
 fn the_batch_changes_nothing() {
     let (row, other) = (noise(3, 500), noise(4, 500));
     for config in [

@@ -83,6 +83,13 @@ pub async fn plugins(State(app): State<Arc<App>>) -> Result<Json<Value>> {
     Ok(Json(json!({ "resources": list })))
 }
 
+/// Nothing that caches hold of earlier requests is read any more.
+pub async fn reset_prefix_cache(State(app): State<Arc<App>>) -> Json<Value> {
+    tracing::info!("the prefix cache begins anew");
+    app.reset_prefix_cache();
+    Json(json!({ "status": "ok" }))
+}
+
 /// No new generations from now on; those that run go on.
 pub async fn drain(State(app): State<Arc<App>>) -> Json<Value> {
     tracing::warn!("draining, as a request to /admin/drain asks");

@@ -37,6 +37,8 @@ pub struct App {
     total: AtomicUsize,
     model: OnceLock<Model>,
     is_draining: AtomicBool,
+    /// How often the prefix cache was reset.
+    resets: AtomicU64,
     started: SystemTime,
     answers: AtomicU64,
     random: RandomState,
@@ -50,6 +52,7 @@ impl App {
             total: AtomicUsize::new(0),
             model: OnceLock::new(),
             is_draining: AtomicBool::new(false),
+            resets: AtomicU64::new(0),
             started: SystemTime::now(),
             answers: AtomicU64::new(0),
             random: RandomState::new(),
@@ -109,6 +112,19 @@ impl App {
 
     pub fn is_draining(&self) -> bool {
         self.is_draining.load(Ordering::Acquire)
+    }
+
+    /// From now on no request reads what caches hold of earlier ones; that is dropped as room is needed.
+    pub fn reset_prefix_cache(&self) {
+        self.resets.fetch_add(1, Ordering::AcqRel);
+    }
+
+    /// The salt of a request that brings `own`, perhaps empty.
+    pub fn cache_salt(&self, own: &str) -> String {
+        match (self.resets.load(Ordering::Acquire), own) {
+            (0, "") => String::new(),
+            (resets, own) => format!("{resets}:{own}"),
+        }
     }
 
     /// When the server was started, in seconds since 1970.

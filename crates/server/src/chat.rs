@@ -60,7 +60,7 @@ fn prepare(app: &App, fields: Map<String, Value>) -> Result<(Answer, Running, bo
     if app.options.log_prompts {
         tracing::info!(prompt = conversation.text, "chat");
     }
-    let max_tokens = lengths.max_tokens.unwrap_or(model.max_model_len);
+    let max_tokens = lengths.max_tokens.unwrap_or_else(|| prompt::room(&conversation.ids, model));
     generation.request.logprobs = lengths.logprobs;
     let choices = (0..generation.n)
         .map(|_| Choice::new(&model.package, &generation, &conversation.ids))

@@ -67,6 +67,7 @@ impl Generation {
                 timeout: timeout(fields, app.options.request_timeout)?,
                 sampling: sampling(fields, app, model)?,
                 overrides: overrides(fields)?,
+                cache_salt: app.cache_salt(&fields.string("cache_salt")?.unwrap_or_default()),
                 ..GenerateRequest::default()
             },
         })

@@ -64,6 +64,17 @@ pub fn check_length(ids: &[u32], model: &Model, param: &str) -> Result<()> {
     Ok(())
 }
 
+/// Most tokens that an answer to `ids` can have: the model's context, or what the caches hold in all.
+pub fn room(ids: &[u32], model: &Model) -> u32 {
+    let snapshot = model.engine.snapshot();
+    let pages = snapshot.pages_total.saturating_sub(1) * snapshot.page_size;
+    let most = match pages {
+        0 => model.max_model_len,
+        tokens => model.max_model_len.min(u32::try_from(tokens).unwrap_or(u32::MAX)),
+    };
+    most.saturating_sub(ids.len() as u32).max(1)
+}
+
 /// A conversation as the model's chat template writes it.
 #[derive(Debug)]
 pub struct Conversation {

@@ -38,6 +38,7 @@ pub fn router(app: &Arc<App>) -> Router {
     let admin = Router::new()
         .route("/admin/plugins", get(admin::plugins))
         .route("/admin/drain", post(admin::drain))
+        .route("/admin/reset_prefix_cache", post(admin::reset_prefix_cache))
         .route_layer(middleware::from_fn_with_state(app.clone(), guard::is_admin));
     let all = open.merge(api).merge(admin);
     let all = all.fallback(unknown_route).method_not_allowed_fallback(wrong_method);

@@ -7,7 +7,8 @@ use xtask::workspace_root;
 /// The rows of `docs/cases.md`.
 const CASES: &[&str] = &[
     "A1", "A3", "A5", "A7", "A10", "A11", "A13", "A15", "D1", "D3", "D6", "E1", "E3", "E5", "E7",
-    "E9", "I1", "I3", "I5",
+    "E9", "F1", "F3", "F5", "F7", "F9", "F11", "F13", "G1", "G3", "G5", "G7", "H1", "H3", "H5",
+    "H7", "H9", "I1", "I3", "I5",
 ];
 
 /// The numbers of the catalogue.

@@ -14,6 +14,8 @@ use crate::resources::ResourceSet;
 
 /// The kind that a request's sampling settings go to.
 const SAMPLER_KIND: &str = "sampler";
+/// The kind that keeps prompts for others.
+const CACHE_KIND: &str = "kv";
 
 /// Most alternatives reported per token.
 const MAX_LOGPROBS: u32 = 1000;
@@ -145,6 +147,9 @@ fn config_of(request: &GenerateRequest, key: &str, kind: &str) -> Map<String, Va
     let mut config = request.overrides.get(key).cloned().unwrap_or_default();
     if kind == SAMPLER_KIND {
         config.extend(request.sampling.clone());
+    }
+    if kind == CACHE_KIND && !request.cache_salt.is_empty() {
+        config.insert("prefix_salt".into(), request.cache_salt.clone().into());
     }
     config
 }
