@@ -37,10 +37,13 @@ impl FromRequest<Arc<App>> for JsonObject {
 async fn read(body: Body, app: &App) -> Result<axum::body::Bytes> {
     let (most, time) = (app.options.max_body_bytes, app.options.read_timeout);
     let too_large = || ApiError::new(413, format!("the body is larger than {most} bytes"));
-    let read = tokio::time::timeout(time, to_bytes(body, most)).await;
-    let read = read.map_err(|_| {
-        ApiError::new(408, format!("the body did not arrive within {} seconds", time.as_secs()))
-    })?;
+    let read = to_bytes(body, most);
+    let read = match time {
+        None => read.await,
+        Some(time) => tokio::time::timeout(time, read).await.map_err(|_| {
+            ApiError::new(408, format!("the body did not arrive within {} seconds", time.as_secs()))
+        })?,
+    };
     read.map_err(|e| {
         let source = std::error::Error::source(&e);
         match source.is_some_and(|s| s.to_string().contains("length limit")) {

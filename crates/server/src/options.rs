@@ -24,8 +24,8 @@ pub struct ServerOptions {
     pub max_header_bytes: usize,
     /// Connections at one time.
     pub max_connections: usize,
-    /// Time for a request's head, and again for its body, to arrive.
-    pub read_timeout: Duration,
+    /// Time for a request's head, and again for its body, to arrive; `None`: any.
+    pub read_timeout: Option<Duration>,
     /// Longest that a generation may take, waiting included; requests may ask for less.
     pub request_timeout: Option<Duration>,
     /// Tokens that wait for a slow reader before its request is ended.
@@ -52,7 +52,7 @@ impl Default for ServerOptions {
             max_body_bytes: 4 << 20,
             max_header_bytes: 32 << 10,
             max_connections: 1024,
-            read_timeout: Duration::from_secs(30),
+            read_timeout: Some(Duration::from_secs(30)),
             request_timeout: None,
             stream_buffer: 4096,
             drain_timeout: Duration::from_secs(30),

@@ -384,7 +384,7 @@ fn admin_routes_are_for_this_machine_and_not_for_browsers_or_proxies() {
 fn bodies_and_heads_are_limited_in_size_and_time() {
     let options = ServerOptions {
         max_body_bytes: 1000,
-        read_timeout: Duration::from_millis(300),
+        read_timeout: Some(Duration::from_millis(300)),
         ..ServerOptions::default()
     };
     let server = Server::new(options, |_| says("ok"));

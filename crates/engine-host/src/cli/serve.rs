@@ -51,7 +51,7 @@ fn options(config: &ServerConfig) -> Result<ServerOptions> {
         max_body_bytes: config.max_body_bytes,
         max_header_bytes: config.max_header_bytes,
         max_connections: config.max_connections,
-        read_timeout: seconds(config.read_timeout),
+        read_timeout: (config.read_timeout > 0).then(|| seconds(config.read_timeout)),
         request_timeout: (config.request_timeout > 0).then(|| seconds(config.request_timeout)),
         stream_buffer: config.stream_buffer,
         drain_timeout: seconds(config.drain_timeout),
