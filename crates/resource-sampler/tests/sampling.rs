@@ -120,7 +120,7 @@ fn a_bias_is_added_to_logits() {
 
 #[test]
 fn generated_tokens_lose_by_how_often_they_came_and_those_of_the_prompt_do_not() {
-    let drawn = |config: &str, row: &[f32], n| {
+    let drawn = |config: &str, row: &[f32], n: usize| {
         let e = Engine::new(row.len());
         e.ingest(A, config);
         let fed = Extra { tokens: vec![vec![0, 0]], ..Extra::default() };
