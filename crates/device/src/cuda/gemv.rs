@@ -77,7 +77,7 @@ impl Gemv {
     pub fn load(context: &Arc<Context>) -> Result<Self> {
         let module = Module::load(context, &Instance::of("gemv.cu"))?;
         let room = room_of(context);
-        let most = shared(1, MOST_INPUTS).min(room);
+        let most = room.min(shared(1, MOST_INPUTS).max(alone(room)));
         let kernel = |name: &str, rows: usize| {
             let kernel = module.kernel(&format!("gemv_{name}_{rows}"))?;
             kernel.allow_shared(most)?;
@@ -159,7 +159,7 @@ impl Gemv {
         let grid = Grid {
             blocks: (self.blocks.min(outputs.div_ceil(WARPS) as u32), 1, 1),
             threads: (THREADS, 1, 1),
-            shared: shared(rows, inputs) as u32,
+            shared: shared(rows, inputs).max(alone(room_of(context))) as u32,
         };
         // SAFETY: the signature is (const bf16*) or (const float*, const float*, float), then (const bf16*
         // weight, out*), a bias or null for bf16, and two u32; the shapes are those of the tensors
@@ -174,7 +174,13 @@ fn room_of(context: &Context) -> usize {
     context.facts().shared_per_block.saturating_sub(1024)
 }
 
-/// Bytes that it asks for.
+/// So many bytes that no multiprocessor has room for a second block. Blocks that begin early go to where the
+/// kernel in front has ended first: two of them there would leave other multiprocessors without.
+fn alone(room: usize) -> usize {
+    room / 2 + 1024
+}
+
+/// Bytes that it needs.
 fn shared(rows: usize, inputs: usize) -> usize {
     RING + 2 * rows * inputs
 }

@@ -21,7 +21,7 @@ say() { echo "$@" | tee -a "$report"; }
 config() { # FILE DEVICE MAX_BATCH MAX_TOKENS PAGES MAX_LEN [MORE]
     cat > "$1" <<EOF
 [engine]
-$7
+${7:-}
 device = "$2"
 plugin_dirs = ["$here/plugins"]
 max_batch = $3
