@@ -22,7 +22,7 @@ pub use budget::Budget;
 pub use cpu::companion::Companion;
 pub use cpu::features::{CpuFeatures, set_cpu_features, use_features_of};
 pub use cpu::matrix::{Activations, Matrix, PackOptions, Scratch, matmul_all};
-pub use cpu::memory::AlignedBuffer;
+pub use cpu::memory::{AlignedBuffer, prefer_large_pages};
 pub use cpu::pool::Pool;
 pub use cpu::shared_pool::{
     PoolReader, PoolType, PoolView, PoolWriter, RawPool, SharedPool, Turns,

@@ -6,7 +6,10 @@ use resource_api::{RequestId, RequestOverrides, Result};
 use serde::Deserialize;
 
 use crate::keys::{BLOCK, Key, Link, link, short};
+use crate::pool::PagePool;
 use crate::state::Shared;
+use crate::stream::Requests;
+use crate::tokens::Tokens;
 
 /// What a request may say about the cache.
 #[derive(Debug, Deserialize)]
@@ -29,18 +32,19 @@ fn yes() -> bool {
 #[derive(Debug, Default)]
 #[repr(C, align(64))]
 pub(crate) struct Chain {
-    /// Generation of the request; 0 when there is none. With what follows up to `links` in the
-    /// cache line that every step touches.
+    /// With what follows up to `links` in the two cache lines that every step touches.
+    tokens: Tokens,
+    /// Generation of the request; 0 when there is none.
     generation: u32,
-    /// The last of the tokens.
-    last: u32,
-    tokens: Vec<u32>,
     prompt: u32,
     /// Sampled tokens that the host has told of.
     outputs: u32,
     page_size: u32,
     /// Leading pages of the stream that the index has, or had under another page.
     pub(crate) indexed: u32,
+    /// Whether the index has the last of them as the stream's own page: then it is found by whoever
+    /// finds those before it.
+    pub(crate) tip_is_own: bool,
     /// Whether the tokens are known at all and may be shared.
     keyed: bool,
     /// Whether what the stream holds is these tokens.
@@ -49,12 +53,16 @@ pub(crate) struct Chain {
     behind: bool,
     /// Tokens that the stream took over from the cache.
     pub(crate) adopted: u32,
-    /// Links of whole pages, as far as they were needed.
+    /// The root, then links of pages whose tokens are known, as far as they were needed. Empty where
+    /// no tokens are known.
     links: Vec<Link>,
     /// Pages found for the request that the stream does not have yet. Each counts it as an owner.
     pub(crate) lease: Vec<u32>,
-    root: Link,
 }
+
+// An odd number of cache lines: what every step touches of many chains then lies in all sets of the
+// processor's cache, and not in some of them.
+const _: () = assert!(size_of::<Chain>() == 192);
 
 impl Chain {
     /// The chain of a new request, with the keys of its prompt's pages. Needs no lock.
@@ -76,17 +84,17 @@ impl Chain {
         }
         // Steps must not allocate, so there is room for all that may come.
         let capacity = (prompt.len() + overrides.max_new_tokens() as usize).min(most);
-        let mut tokens = Vec::with_capacity(capacity);
-        tokens.extend_from_slice(prompt);
+        // Touched here, as that of the tokens.
+        let mut links = vec![prefix.root(salt); capacity / page_size as usize + 1];
+        links.truncate(1);
         let mut chain = Chain {
-            root: prefix.root(salt),
-            last: prompt.last().copied().unwrap_or(0),
-            tokens,
-            links: Vec::with_capacity(capacity / page_size as usize),
+            tokens: Tokens::new(prompt, capacity),
+            links,
             prompt: prompt.len() as u32,
             page_size,
             keyed: true,
             holds: true,
+            tip_is_own: true,
             ..Chain::default()
         };
         chain.extend_links(prompt.len() as u32 / page_size);
@@ -95,7 +103,7 @@ impl Chain {
 
     /// Starts again with an empty stream.
     pub(crate) fn restart(&mut self) {
-        self.holds = self.keyed;
+        (self.holds, self.tip_is_own) = (self.keyed, true);
         (self.indexed, self.adopted) = (0, 0);
     }
 
@@ -113,15 +121,17 @@ impl Chain {
     /// Notes that `span` tokens went into the stream after the first `start`; `ids` says which, if
     /// anyone knows. Generated ones may be told of later, by [`Chain::output`].
     pub(crate) fn feed(&mut self, start: u32, span: u32, ids: Option<&[u32]>) {
-        let from = start as usize;
         match ids {
+            _ if !self.keyed => {}
             Some(ids) => {
-                let known = self.tokens.get(from..).unwrap_or(&[]);
+                let Some(known) = self.tokens.all().get(start as usize..) else {
+                    return self.diverge(start, ids);
+                };
                 let same = known.len().min(ids.len());
-                if known[..same] != ids[..same] || from > self.tokens.len() {
+                if known[..same] != ids[..same] {
                     return self.diverge(start, ids);
                 }
-                self.extend(&ids[same..]);
+                self.tokens.extend(&ids[same..]);
             }
             None => {
                 self.holds &= start >= self.prompt && span > 0;
@@ -134,49 +144,44 @@ impl Chain {
     /// the tokens is not read.
     #[inline]
     pub(crate) fn feed_one(&mut self, start: u32, id: u32) {
-        if id != self.last || start as usize + 1 != self.tokens.len() {
+        if id != self.tokens.last() || start + 1 != self.tokens.len() {
             self.feed(start, 1, Some(&[id]));
         }
     }
 
-    fn extend(&mut self, ids: &[u32]) {
-        self.tokens.extend_from_slice(ids);
-        self.last = self.tokens.last().copied().unwrap_or(0);
-    }
-
     /// A step fed something else than what was said to come.
     fn diverge(&mut self, start: u32, ids: &[u32]) {
-        if start < self.prompt || start as usize > self.tokens.len() {
+        if start < self.prompt || start > self.tokens.len() {
             self.holds = false;
             return;
         }
         self.truncate(start);
-        self.extend(ids);
+        self.tokens.extend(ids);
     }
 
     /// Forgets tokens past the first `len`.
     fn truncate(&mut self, len: u32) {
-        self.tokens.truncate(len as usize);
-        self.links.truncate((len / self.page_size) as usize);
-        self.last = self.tokens.last().copied().unwrap_or(0);
+        self.tokens.truncate(len);
+        self.links.truncate((len / self.page_size) as usize + 1);
     }
 
-    /// Learns the next token that was sampled.
+    /// Learns the next token that was sampled. Says whether it is the last one of a block.
     #[inline]
-    pub(crate) fn output(&mut self, id: u32) {
-        let at = self.prompt as usize + self.outputs as usize;
+    pub(crate) fn output(&mut self, id: u32) -> bool {
+        let at = self.prompt + self.outputs;
         self.outputs += 1;
         // It may have been fed already, and what was fed counts.
-        if at == self.tokens.len() && self.keyed {
-            self.tokens.push(id);
-            self.last = id;
+        if at != self.tokens.len() || !self.keyed {
+            return false;
         }
+        self.tokens.push(id);
+        self.tokens.len().is_multiple_of(BLOCK as u32)
     }
 
     /// Whether the page after those indexed may have become whole by the last token that was named.
     #[inline]
     pub(crate) fn may_have_ended_page(&self) -> bool {
-        self.behind && self.tokens.len() == self.next_end() as usize
+        self.behind && self.tokens.len() == self.next_end()
     }
 
     /// The stream was cut to `len` tokens: what was only tried out is forgotten.
@@ -185,10 +190,13 @@ impl Chain {
             return;
         }
         let decided = self.prompt.saturating_add(self.outputs).max(len);
-        if (decided as usize) < self.tokens.len() {
+        if decided < self.tokens.len() {
             self.truncate(decided);
         }
-        self.indexed = self.indexed.min(len / self.page_size);
+        let whole = len / self.page_size;
+        if whole < self.indexed {
+            (self.indexed, self.tip_is_own) = (whole, false);
+        }
     }
 
     /// Tokens with which the page after those indexed is whole.
@@ -197,32 +205,29 @@ impl Chain {
         (self.indexed + 1) * self.page_size
     }
 
-    /// Asks for the memory that the next link and the next page's tokens go to.
-    pub(crate) fn warm_next_link(&mut self) {
-        if let Some(place) = self.links.spare_capacity_mut().first() {
-            prefetch(place);
-        }
-        if let Some(place) = self.tokens.spare_capacity_mut().get(2) {
-            prefetch(place);
-        }
+    /// Asks for the memory that the next link and the next block of tokens go to.
+    #[inline]
+    pub(crate) fn warm(&mut self) {
+        self.links.spare_capacity_mut().first().into_iter().for_each(prefetch);
+        self.tokens.warm();
     }
 
     /// Whether the page after those indexed is whole in a stream of `len` tokens and known.
     #[inline]
     pub(crate) fn has_ended_page(&self, len: u32) -> bool {
         let end = self.next_end();
-        self.holds && end <= len && end as usize <= self.tokens.len()
+        self.holds && end <= len && end <= self.tokens.len()
     }
 
     /// Whole pages of a stream of `len` tokens that are known.
     pub(crate) fn whole_pages(&self, len: u32) -> u32 {
-        len.min(self.tokens.len() as u32) / self.page_size
+        len.min(self.tokens.len()) / self.page_size
     }
 
     /// Pages that can be skipped: at least one token is left to compute.
     pub(crate) fn skippable_pages(&self) -> u32 {
         match self.keyed {
-            true => (self.tokens.len() as u32).saturating_sub(1) / self.page_size,
+            true => self.tokens.len().saturating_sub(1) / self.page_size,
             false => 0,
         }
     }
@@ -230,69 +235,84 @@ impl Chain {
     /// Makes sure that the links of the first `pages` pages, which are whole, are there.
     pub(crate) fn extend_links(&mut self, pages: u32) {
         let size = self.page_size as usize;
-        for page in self.links.len()..pages as usize {
-            let parent = self.links.last().unwrap_or(&self.root);
-            self.links.push(link(parent, &self.tokens[page * size..(page + 1) * size]));
+        if self.links.len() > pages as usize {
+            return;
+        }
+        let tokens = self.tokens.all();
+        while let Some(parent) = self.links.last()
+            && self.links.len() <= pages as usize
+        {
+            let end = self.links.len() * size;
+            self.links.push(link(parent, &tokens[end - size..end]));
         }
     }
 
-    /// Leaves the link of the page that has just become whole to a batch, if it is the only one that
-    /// lacks; makes the links of the first `pages` pages otherwise.
-    pub(crate) fn extend_links_in(
-        &mut self,
-        batch: &mut LinkBatch,
-        request: RequestId,
-        pages: u32,
-    ) {
-        let last = self.links.len();
-        let block = self.tokens.get(last * BLOCK..(last + 1) * BLOCK);
-        match block.and_then(|tokens| tokens.try_into().ok()) {
-            Some(block) if self.page_size as usize == BLOCK && last + 1 == pages as usize => {
-                batch.of.push((request, last));
-                batch.keys.push(*self.links.last().unwrap_or(&self.root));
-                batch.blocks.push(block);
-            }
-            _ => self.extend_links(pages),
+    /// What the link of the page is made of whose last token is the last one known, where that is the
+    /// only link that lacks.
+    #[inline]
+    fn last_page(&self) -> Option<(&Link, &[u32; BLOCK])> {
+        let pages = self.tokens.len() as usize / BLOCK;
+        if self.page_size as usize != BLOCK || self.links.len() != pages {
+            return None;
         }
+        Some((self.links.last()?, self.tokens.last_block()?))
     }
 
-    /// Adds a link that a batch has computed for page `at`; says its key.
-    pub(crate) fn push_link(&mut self, at: usize, link: Link) -> Key {
-        if at == self.links.len() {
-            self.links.push(link);
-        }
-        short(&link)
+    /// The key of the page after those indexed, where its link is there, and where whoever finds those
+    /// indexed finds it, too.
+    #[inline]
+    pub(crate) fn next_key(&self) -> Option<Key> {
+        let link = self.links.get(self.indexed as usize + 1).filter(|_| self.tip_is_own)?;
+        Some(short(link))
     }
 
     /// Keys of pages `from..to`, which [`Chain::extend_links`] has made.
     pub(crate) fn keys(&self, from: u32, to: u32) -> impl DoubleEndedIterator<Item = Key> + '_ {
-        self.links[from as usize..to as usize].iter().map(short)
+        self.links[from as usize + 1..to as usize + 1].iter().map(short)
     }
 
     /// Whether these are the first tokens.
-    pub(crate) fn starts_with(&self, ids: &[u32]) -> bool {
-        self.tokens.starts_with(ids)
+    pub(crate) fn starts_with(&mut self, ids: &[u32]) -> bool {
+        self.tokens.all().starts_with(ids)
     }
 }
 
 /// Links of pages of different requests: they do not depend on each other and are computed together.
 #[derive(Debug, Default)]
 pub(crate) struct LinkBatch {
-    /// Whose links, and of which page.
-    of: Vec<(RequestId, usize)>,
-    keys: Vec<Link>,
+    of: Vec<RequestId>,
+    parents: Vec<Link>,
     blocks: Vec<[u32; BLOCK]>,
     links: Vec<Link>,
 }
 
 impl LinkBatch {
-    /// Computes the links and empties the batch; keeps its memory.
-    pub(crate) fn finish(&mut self) -> impl Iterator<Item = ((RequestId, usize), Link)> + '_ {
-        self.links.clear();
-        self.links.resize(self.keys.len(), Link::default());
-        keyed_hashes(&self.keys, &self.blocks, &mut self.links);
-        self.keys.clear();
+    /// Adds the page of a request whose last token has just become known, if it is the only one that
+    /// lacks its link.
+    #[inline]
+    pub(crate) fn add(&mut self, request: RequestId, chain: &Chain) {
+        if let Some((parent, block)) = chain.last_page() {
+            self.of.push(request);
+            self.parents.push(*parent);
+            self.blocks.push(*block);
+        }
+    }
+
+    /// Computes the links, gives them to the chains, and asks for what indexing the pages will touch.
+    pub(crate) fn finish(&mut self, requests: &mut Requests, pool: &PagePool) {
+        if self.of.is_empty() {
+            return;
+        }
+        self.links.resize(self.of.len(), Link::default());
+        keyed_hashes(&self.parents, &self.blocks, &mut self.links);
+        for (&request, link) in self.of.iter().zip(&self.links) {
+            if let Some(chain) = requests.chain_mut(request) {
+                chain.links.push(*link);
+                pool.warm(short(link));
+            }
+        }
+        self.of.clear();
+        self.parents.clear();
         self.blocks.clear();
-        self.of.drain(..).zip(self.links.iter().copied())
     }
 }

@@ -3,11 +3,12 @@
 use resource_api::{LabelId, ResourceError, ResourceStep, Result, StepContext};
 
 use crate::chain::Chain;
+use crate::pool::PagePool;
 use crate::prefix::Fed;
 use crate::rows::{Rows, Target};
 use crate::state::{Shared, State};
 use crate::step::StepRecord;
-use crate::stream::{StreamId, droppable};
+use crate::stream::{Stream, StreamId, droppable};
 
 impl State {
     /// Lets the streams of a step grow, trims those that keep a window, and makes the copies that
@@ -103,6 +104,7 @@ impl State {
     ) {
         let mut lens = shared.board.lens();
         let State { requests, pool, ended, .. } = self;
+        let mut next_takes = 0;
         for (row, (&request, &span)) in rows.request.iter().zip(&rows.span).enumerate() {
             let Some((stream, chain)) = requests.main_and_chain(request) else { continue };
             stream.in_flight -= 1;
@@ -111,18 +113,21 @@ impl State {
             let len = stream.len;
             lens.set(StreamId { request, label: LabelId::MAIN }, len);
             note(row, chain);
-            match chain.next_end() {
-                end if len >= end && chain.has_ended_page(len) => ended.push(request),
-                // The next token ends the page: what that will touch is asked for now.
-                end if len + 1 == end => {
-                    chain.warm_next_link();
-                    if let Some(&page) = stream.pages.get(chain.indexed as usize) {
-                        pool.warm_page(page);
-                    }
+            let end = chain.next_end();
+            if len >= end && chain.has_ended_page(len) {
+                next_takes += 1;
+                if len > end || !index_page(pool, stream, chain) {
+                    ended.push(request);
                 }
-                _ => {}
+            } else if len + 1 == end {
+                // The next token ends the page: what that will touch is asked for now.
+                chain.warm();
+                if let Some(&page) = stream.pages.get(chain.indexed as usize) {
+                    pool.warm_page(page);
+                }
             }
         }
+        pool.warm_next(next_takes);
     }
 
     fn trim(&mut self, shared: &Shared, record: &StepRecord) {
@@ -186,4 +191,14 @@ impl State {
         self.release(shared, &mut old);
         self.publish(shared, id);
     }
+}
+
+/// Indexes the page after those indexed, which has just become whole. Says whether its key was there.
+#[inline(never)]
+fn index_page(pool: &mut PagePool, stream: &Stream, chain: &mut Chain) -> bool {
+    let page = stream.pages.get(chain.indexed as usize);
+    let (Some(key), Some(&page)) = (chain.next_key(), page) else { return false };
+    chain.tip_is_own = pool.insert(key, page);
+    chain.indexed += 1;
+    true
 }

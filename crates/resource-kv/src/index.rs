@@ -1,52 +1,73 @@
 //! Which page holds which key.
 
+use bytemuck::{Pod, Zeroable};
 use device::{Table, prefetch};
 
 use crate::keys::Key;
 use crate::pool::SINK;
 
-/// An open-addressing table from keys to pages, sized once for the whole pool, so that no step pays
-/// for its growth.
-///
-/// A slot is 8 bytes: the page, and 32 bits of its key that say where the slot belongs and rule out
-/// nearly every other key. The full key lies with the page, which whoever finds it touches anyway.
-#[derive(Debug, Default)]
-pub(crate) struct PrefixIndex {
-    slots: Table<u64>,
-    mask: usize,
-    len: u32,
+/// Pages of a bucket.
+const WIDTH: usize = 7;
+
+/// Buckets are this many pages apart on average: one in a thousand is ever full.
+const PAGES_PER_BUCKET: u32 = 2;
+
+/// A cache line of pages. A page is in the first bucket with room from the one on that its key belongs
+/// to, so that taking one out moves no other.
+#[derive(Clone, Copy, Debug, Pod, Zeroable)]
+#[repr(C, align(64))]
+struct Bucket {
+    /// 32 bits of each page's key, which rule out nearly every other key.
+    tags: [u32; WIDTH],
+    /// Pages that belong here or before and are in a later bucket: whoever looks for one goes on.
+    passed: u32,
+    /// The sink, which is never indexed, where there is none.
+    pages: [u32; WIDTH],
+    unused: u32,
 }
 
-/// A vacant slot: the sink is never indexed.
-const VACANT: u64 = SINK as u64;
+/// Which of some values are this one, one bit each. Compared all at once instead of one after the other,
+/// whose end no processor foresees.
+fn equal(values: &[u32; WIDTH], wanted: u32) -> u32 {
+    values.iter().zip(0..).fold(0, |found, (&value, i)| found | u32::from(value == wanted) << i)
+}
 
-fn page_of(slot: u64) -> u32 {
-    slot as u32
+/// The places of the bits that are set.
+fn places(mut bits: u32) -> impl Iterator<Item = usize> {
+    std::iter::from_fn(move || {
+        let place = bits.trailing_zeros() as usize;
+        bits &= bits.wrapping_sub(1);
+        (place < WIDTH).then_some(place)
+    })
+}
+
+/// A hash table from keys to pages, sized once for the whole pool, so that no step pays for its growth.
+///
+/// The full key lies with the page, which whoever finds it touches anyway. Nearly every call touches one
+/// cache line.
+#[derive(Debug, Default)]
+pub(crate) struct PrefixIndex {
+    buckets: Table<Bucket>,
+    len: u32,
 }
 
 fn tag_of(key: Key) -> u32 {
     key as u32
 }
 
-fn pack(key: Key, page: u32) -> u64 {
-    u64::from(tag_of(key)) << 32 | u64::from(page)
-}
-
 impl PrefixIndex {
-    /// Makes room for `pages` keys: at most half of the slots are in use.
+    /// Makes room for `pages` keys.
     ///
     /// # Errors
     /// When the operating system has no room.
     pub(crate) fn open(&mut self, pages: u32) -> device::Result<()> {
-        const { assert!(VACANT == 0, "a new table is zero") }
-        let slots = (pages as usize * 2).next_power_of_two();
-        self.slots = Table::zeroed(slots)?;
-        self.mask = slots - 1;
+        const { assert!(SINK == 0, "a new table is zero") }
+        self.buckets = Table::zeroed((pages / PAGES_PER_BUCKET) as usize + 1)?;
         Ok(())
     }
 
     pub(crate) fn is_open(&self) -> bool {
-        !self.slots.is_empty()
+        !self.buckets.is_empty()
     }
 
     /// Number of keys.
@@ -54,79 +75,88 @@ impl PrefixIndex {
         self.len
     }
 
-    fn home(&self, slot: u64) -> usize {
-        (slot >> 32) as usize & self.mask
+    /// The bucket that a key belongs to, by other bits than its tag.
+    fn home(&self, key: Key) -> usize {
+        let bits = u64::from((key >> 32) as u32);
+        ((bits * self.buckets.len() as u64) >> 32) as usize
     }
 
-    /// Asks for the slot that a key belongs to, so that what follows finds it in the processor's cache.
+    fn after(&self, bucket: usize) -> usize {
+        if bucket + 1 == self.buckets.len() { 0 } else { bucket + 1 }
+    }
+
+    /// Asks for the bucket that a key belongs to, so that what follows finds it in the processor's cache.
     #[inline]
     pub(crate) fn warm(&self, key: Key) {
-        if let Some(slot) = self.slots.get(self.home(pack(key, 0))) {
-            prefetch(slot);
+        if let Some(bucket) = self.buckets.get(self.home(key)) {
+            prefetch(bucket);
         }
     }
 
-    /// The page that the slot of this key, if it is alone there, has: so that its memory can be asked
-    /// for before [`PrefixIndex::find`] compares keys.
+    /// The page that probably has this key: so that its memory can be asked for before
+    /// [`PrefixIndex::find`] compares keys.
     #[inline]
     pub(crate) fn hint(&self, key: Key) -> u32 {
-        self.slots.get(self.home(pack(key, 0))).map_or(SINK, |&slot| page_of(slot))
+        let Some(bucket) = self.buckets.get(self.home(key)) else { return SINK };
+        places(equal(&bucket.tags, tag_of(key))).next().map_or(SINK, |place| bucket.pages[place])
     }
 
     /// The page with this key; `key_of` says which key a page has.
+    #[inline]
     pub(crate) fn find(&self, key: Key, key_of: impl Fn(u32) -> Key) -> Option<u32> {
         if !self.is_open() {
             return None;
         }
-        let wanted = pack(key, 0);
-        let mut at = self.home(wanted);
+        let mut at = self.home(key);
         loop {
-            let slot = self.slots[at];
-            if slot == VACANT {
+            let bucket = &self.buckets[at];
+            for place in places(equal(&bucket.tags, tag_of(key))) {
+                let page = bucket.pages[place];
+                if page != SINK && key_of(page) == key {
+                    return Some(page);
+                }
+            }
+            if bucket.passed == 0 {
                 return None;
             }
-            if slot >> 32 == wanted >> 32 && key_of(page_of(slot)) == key {
-                return Some(page_of(slot));
-            }
-            at = (at + 1) & self.mask;
+            at = self.after(at);
         }
     }
 
-    /// Adds a key that is not there.
-    pub(crate) fn insert(&mut self, key: Key, page: u32) {
-        let slot = pack(key, page);
-        let mut at = self.home(slot);
-        while self.slots[at] != VACANT {
-            at = (at + 1) & self.mask;
+    /// Adds a key, unless it is there. Says whether it was added.
+    #[inline]
+    pub(crate) fn insert(&mut self, key: Key, page: u32, key_of: impl Fn(u32) -> Key) -> bool {
+        if self.find(key, key_of).is_some() {
+            return false;
         }
-        self.slots[at] = slot;
-        self.len += 1;
+        let mut at = self.home(key);
+        loop {
+            let bucket = &mut self.buckets[at];
+            if let Some(place) = places(equal(&bucket.pages, SINK)).next() {
+                (bucket.tags[place], bucket.pages[place]) = (tag_of(key), page);
+                self.len += 1;
+                return true;
+            }
+            bucket.passed += 1;
+            at = self.after(at);
+        }
     }
 
     /// Takes out the key of a page; it must be there.
+    #[inline]
     pub(crate) fn remove(&mut self, key: Key, page: u32) {
-        let slot = pack(key, page);
-        let mut hole = self.home(slot);
-        while self.slots[hole] != slot {
-            assert!(self.slots[hole] != VACANT, "page {page} is not under its key");
-            hole = (hole + 1) & self.mask;
-        }
-        // What follows moves up where that brings it closer to home, so that no search meets a gap.
-        let mut at = hole;
+        let mut at = self.home(key);
         loop {
-            at = (at + 1) & self.mask;
-            let slot = self.slots[at];
-            if slot == VACANT {
-                break;
+            let bucket = &mut self.buckets[at];
+            if let Some(place) = places(equal(&bucket.pages, page)).next() {
+                bucket.pages[place] = SINK;
+                self.len -= 1;
+                return;
             }
-            let from_home = at.wrapping_sub(self.home(slot)) & self.mask;
-            if from_home >= at.wrapping_sub(hole) & self.mask {
-                self.slots[hole] = slot;
-                hole = at;
-            }
+            assert!(bucket.passed > 0, "page {page} is not under its key");
+            bucket.passed -= 1;
+            at = self.after(at);
         }
-        self.slots[hole] = VACANT;
-        self.len -= 1;
     }
 }
 
@@ -135,33 +165,36 @@ mod tests {
     use super::*;
     use std::collections::HashMap;
 
-    /// Keys that share homes, among them some that share the whole tag.
+    /// Keys that share buckets, among them some that share the whole tag.
     fn key(n: u32) -> Key {
-        Key::from(n % 7) | Key::from(n) << 64
+        Key::from(n % 7) | Key::from(n % 3) << 62 | Key::from(n) << 64
     }
 
     #[test]
     fn the_table_agrees_with_a_map() {
         let mut table = PrefixIndex::default();
-        table.open(20).unwrap();
+        table.open(60).unwrap();
         let mut map: HashMap<Key, u32> = HashMap::new();
+        let key_of = |p| key(p);
         let mut x = 1u32;
         for _ in 0..20_000 {
             x = x.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
-            let page = 1 + (x >> 8) % 20;
-            let key_of = |p| key(p);
+            let page = 1 + (x >> 8) % 60;
             match map.remove(&key(page)) {
                 Some(_) => table.remove(key(page), page),
                 None => {
-                    table.insert(key(page), page);
+                    assert!(table.insert(key(page), page, key_of));
+                    assert!(!table.insert(key(page), page, key_of));
                     map.insert(key(page), page);
                 }
             }
             assert_eq!(table.len() as usize, map.len());
-            for page in 1..=20 {
+            for page in 1..=60 {
                 assert_eq!(table.find(key(page), key_of), map.get(&key(page)).copied());
             }
         }
+        map.values().for_each(|&page| table.remove(key(page), page));
+        assert!(table.buckets.iter().all(|b| b.passed == 0 && b.pages == [SINK; WIDTH]));
     }
 
     #[test]

@@ -16,7 +16,7 @@
 //! | `memory` | that memory |
 //! | `pool` | which page is free, how many owners the others have, and which are kept for what they hold |
 //! | `keys`, `index` | what a page holds, as a digest, and the page that has it |
-//! | `chain`, `prefix` | the known tokens of a request, and sharing the pages of those that begin alike |
+//! | `tokens`, `chain`, `prefix` | the known tokens of a request, and sharing the pages of those that begin alike |
 //! | `stream` | streams of requests |
 //! | `step`, `rows` | what a step in flight has reserved; its segments as columns |
 //! | `state` | all of that under one lock: requests come and go |
@@ -49,6 +49,7 @@ mod spec;
 mod state;
 mod step;
 mod stream;
+mod tokens;
 mod undo;
 
 pub use resource::Kv;

@@ -15,7 +15,7 @@ const AHEAD: usize = 64;
 /// Ends a list.
 const END: u32 = u32::MAX;
 
-/// A page's owners, and two marks in the same word: 4 bytes a page are what most steps touch.
+/// A page's owners, and two marks in the same word.
 #[derive(Clone, Copy, Debug, Default, Pod, Zeroable)]
 #[repr(transparent)]
 struct Owners(u32);
@@ -36,17 +36,22 @@ impl Owners {
     }
 }
 
-/// What few steps touch.
+/// One cache line a page: in a large pool every line that a step touches is one that it waits for.
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
-#[repr(C)]
+#[repr(C, align(64))]
 struct Page {
     /// Key of an indexed page.
     key: Key,
+    /// The last step that may still access a page without owners.
+    epoch: u64,
+    owners: Owners,
     /// The pages before and after it in the list that it is in.
     before: u32,
     after: u32,
-    /// The last step that may still access a page without owners.
-    epoch: u64,
+    /// Of a cached page, the one that was cached [`AHEAD`] pages after it, or an older one's: a hint
+    /// which records an eviction some steps later will want. Lists alone tell one page at a time.
+    ahead: u32,
+    unused: [u64; 3],
 }
 
 /// Pages in a row, linked through themselves.
@@ -109,7 +114,6 @@ impl List {
 /// Every operation is O(1) per page.
 #[derive(Debug)]
 pub(crate) struct PagePool {
-    owners: Table<Owners>,
     pages: Table<Page>,
     /// The last one is taken next.
     ready: Vec<u32>,
@@ -118,9 +122,6 @@ pub(crate) struct PagePool {
     /// nobody owns a page without owning those before it, so a page stands before its ancestors and
     /// the first one is a leaf.
     cached: List,
-    /// Of a cached page, the one that was cached [`AHEAD`] pages after it, or an older one's: a hint
-    /// which records an eviction some steps later will want. Lists alone tell one page at a time.
-    ahead: Table<u32>,
     /// The pages cached last, in a ring.
     recent: [u32; AHEAD],
     next_recent: usize,
@@ -139,15 +140,13 @@ impl PagePool {
     /// # Errors
     /// When the operating system has no room for their records.
     pub(crate) fn new(num_pages: u32) -> device::Result<Self> {
-        let mut owners = Table::<Owners>::zeroed(num_pages as usize)?;
-        owners[SINK as usize] = Owners(1);
+        let mut pages = Table::<Page>::zeroed(num_pages as usize)?;
+        pages[SINK as usize].owners = Owners(1);
         Ok(PagePool {
-            owners,
-            pages: Table::zeroed(num_pages as usize)?,
+            pages,
             ready: (SINK + 1..num_pages).rev().collect(),
             waiting: List::EMPTY,
             cached: List::EMPTY,
-            ahead: Table::zeroed(num_pages as usize)?,
             recent: [SINK; AHEAD],
             next_recent: 0,
             index: PrefixIndex::default(),
@@ -168,7 +167,7 @@ impl PagePool {
 
     /// Pages that streams can have at all.
     pub(crate) fn usable(&self) -> u32 {
-        self.owners.len() as u32 - 1
+        self.pages.len() as u32 - 1
     }
 
     /// Pages that may be taken now.
@@ -213,26 +212,28 @@ impl PagePool {
 
     /// Owners of a page.
     pub(crate) fn owners(&self, page: u32) -> u32 {
-        self.owners[page as usize].count()
+        self.pages[page as usize].owners.count()
     }
 
     /// Whether a page must not be written.
     pub(crate) fn is_sealed(&self, page: u32) -> bool {
-        self.owners[page as usize].has(Owners::SEALED)
+        self.pages[page as usize].owners.has(Owners::SEALED)
     }
 
     /// Whether the index has this page.
     pub(crate) fn is_indexed(&self, page: u32) -> bool {
-        self.owners[page as usize].has(Owners::INDEXED)
+        self.pages[page as usize].owners.has(Owners::INDEXED)
     }
 
     /// Moves `count` pages to the end of `into`, or none if there are not so many.
     pub(crate) fn take(&mut self, count: u32, into: &mut Vec<u32>) -> bool {
         let Some(left) = self.ready.len().checked_sub(count as usize) else { return false };
-        for page in self.ready.drain(left..).rev() {
-            self.owners[page as usize] = Owners(1);
+        let (pages, taken) = (&mut self.pages[..], &self.ready[left..]);
+        for &page in taken.iter().rev() {
+            pages[page as usize].owners = Owners(1);
             into.push(page);
         }
+        self.ready.truncate(left);
         true
     }
 
@@ -245,13 +246,13 @@ impl PagePool {
     pub(crate) fn put_back(&mut self, page: u32) {
         let owners = self.owned(page);
         assert!(owners.0 == 1, "page {page} was shared since it was taken");
-        self.owners[page as usize] = Owners(0);
+        self.pages[page as usize].owners = Owners(0);
         self.ready.push(page);
     }
 
     /// Adds an owner.
     pub(crate) fn retain(&mut self, page: u32) {
-        let owners = &mut self.owners[page as usize];
+        let owners = &mut self.pages[page as usize].owners;
         assert!(owners.has(Owners::SEALED), "page {page} is shared and not sealed");
         owners.0 += 1;
         if owners.count() == 1 {
@@ -264,7 +265,7 @@ impl PagePool {
     pub(crate) fn release(&mut self, page: u32, epoch: u64, completed: u64) {
         let mut owners = self.owned(page);
         owners.0 -= 1;
-        self.owners[page as usize] = owners;
+        self.pages[page as usize].owners = owners;
         if owners.count() > 0 {
             return;
         }
@@ -279,16 +280,16 @@ impl PagePool {
     fn cache(&mut self, page: u32) {
         self.cached.push(&mut self.pages, page);
         let earlier = std::mem::replace(&mut self.recent[self.next_recent], page);
-        self.ahead[earlier as usize] = page;
+        self.pages[earlier as usize].ahead = page;
         self.next_recent = (self.next_recent + 1) % AHEAD;
     }
 
     /// Puts a page that nobody has and the index does not know where free pages are.
     fn free(&mut self, page: u32, completed: u64) {
-        let sealed = self.owners[page as usize].has(Owners::SEALED);
-        self.num_sealed -= u32::from(sealed);
-        self.owners[page as usize] = Owners(0);
-        match self.pages[page as usize].epoch <= completed {
+        let record = &mut self.pages[page as usize];
+        self.num_sealed -= u32::from(record.owners.has(Owners::SEALED));
+        record.owners = Owners(0);
+        match record.epoch <= completed {
             true => self.ready.push(page),
             false => self.waiting.push(&mut self.pages, page),
         }
@@ -320,16 +321,15 @@ impl PagePool {
             .get(last as usize)
             .is_some_and(|&page| self.pages[page as usize].epoch <= completed);
         if fits {
-            for &page in &chosen {
-                self.index.warm(self.pages[page as usize].key);
-                prefetch(&self.owners[page as usize]);
-                prefetch(&self.ahead[page as usize]);
+            // Those of a decode step have been asked for in the step before.
+            if chosen.len() > AHEAD {
+                chosen.iter().for_each(|&page| self.index.warm(self.pages[page as usize].key));
             }
             self.cached.remove_first(&mut self.pages, &chosen);
             for &page in &chosen {
                 self.index.remove(self.pages[page as usize].key, page);
                 self.free(page, completed);
-                prefetch(&self.pages[self.ahead[page as usize] as usize]);
+                prefetch(&self.pages[self.pages[page as usize].ahead as usize]);
             }
             self.evictions += u64::from(count);
         }
@@ -362,21 +362,31 @@ impl PagePool {
     /// Asks for the records of a page.
     #[inline]
     pub(crate) fn warm_page(&self, page: u32) {
-        prefetch(&self.owners[page as usize]);
         prefetch(&self.pages[page as usize]);
     }
 
-    /// Indexes and seals a page that has owners, unless another one has this key already.
-    pub(crate) fn insert(&mut self, key: Key, page: u32) {
-        let owners = self.owned(page);
+    /// Asks for what taking so many pages soon will touch.
+    pub(crate) fn warm_next(&self, count: usize) {
+        let ready = &self.ready[self.ready.len().saturating_sub(count)..];
+        ready.iter().for_each(|&page| self.warm_page(page));
+        let evicted = self.cached.iter(&self.pages).take(count - ready.len());
+        evicted.for_each(|page| self.index.warm(self.pages[page as usize].key));
+    }
+
+    /// Indexes and seals a page that has owners, unless another one has this key already. Says
+    /// whether it did.
+    pub(crate) fn insert(&mut self, key: Key, page: u32) -> bool {
+        let mut owners = self.owned(page);
         assert!(!owners.has(Owners::INDEXED), "page {page} is indexed under another key");
-        if self.find(key).is_some() {
-            return;
+        let pages = &mut self.pages;
+        if !self.index.insert(key, page, |page| pages[page as usize].key) {
+            return false;
         }
         self.num_sealed += u32::from(!owners.has(Owners::SEALED));
-        self.owners[page as usize].0 |= Owners::SEALED | Owners::INDEXED;
-        self.pages[page as usize].key = key;
-        self.index.insert(key, page);
+        owners.0 |= Owners::SEALED | Owners::INDEXED;
+        let record = &mut pages[page as usize];
+        (record.owners, record.key) = (owners, key);
+        true
     }
 
     /// Makes a sealed page that only the caller owns writable: the index forgets it.
@@ -387,7 +397,7 @@ impl PagePool {
             self.index.remove(self.pages[page as usize].key, page);
         }
         self.num_sealed -= u32::from(owners.has(Owners::SEALED));
-        self.owners[page as usize] = Owners(1);
+        self.pages[page as usize].owners = Owners(1);
     }
 
     /// The pages that may be taken, next one first.
@@ -406,7 +416,7 @@ impl PagePool {
     }
 
     fn owned(&self, page: u32) -> Owners {
-        let owners = self.owners[page as usize];
+        let owners = self.pages[page as usize].owners;
         assert!(page != SINK && owners.count() > 0, "page {page} is given up by nobody's owner");
         owners
     }

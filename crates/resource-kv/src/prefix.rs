@@ -227,7 +227,7 @@ impl State {
         }
         stream.len = matched;
         stream.generation += 1;
-        chain.indexed = whole as u32;
+        (chain.indexed, chain.tip_is_own) = (whole as u32, true);
         chain.adopted = matched;
         self.return_lease(shared, request);
         self.publish(shared, id);
@@ -254,43 +254,31 @@ impl State {
         if !shared.prefix.get().is_some_and(|p| p.covers(walk)) {
             return;
         }
+        let State { requests, pool, links, ended, .. } = self;
         for (request, token) in outputs {
-            let Some(chain) = self.requests.chain_mut(request) else { continue };
-            chain.output(token);
-            if chain.may_have_ended_page() && self.has_ended_page(request) {
-                self.ended.push(request);
+            let Some(chain) = requests.chain_mut(request) else { continue };
+            if chain.output(token) {
+                links.add(request, chain);
+            }
+            if chain.may_have_ended_page() {
+                ended.push(request);
             }
         }
+        links.finish(requests, pool);
         self.index_ended();
     }
 
-    fn has_ended_page(&mut self, request: RequestId) -> bool {
-        let found = self.requests.main_and_chain(request);
-        found.is_some_and(|(stream, chain)| chain.has_ended_page(stream.len))
-    }
-
-    /// Indexes the pages that have become whole. Keys first, then one wait for the memory of all.
+    /// Indexes the pages that have become whole.
     pub(crate) fn index_ended(&mut self) {
-        if self.ended.is_empty() {
-            return;
-        }
-        let State { requests, pool, ended, links, .. } = self;
-        for &request in ended.iter() {
-            let Some((stream, chain)) = requests.main_and_chain(request) else { continue };
-            let whole = chain.whole_pages(stream.len);
-            chain.extend_links_in(links, request, whole);
-            if let Some(&page) = stream.pages.get((whole as usize).wrapping_sub(1)) {
-                pool.warm_page(page);
-            }
-        }
-        for ((request, page), link) in links.finish() {
-            if let Some((_, chain)) = requests.main_and_chain(request) {
-                pool.warm(chain.push_link(page, link));
-            }
-        }
+        let State { requests, pool, ended, .. } = self;
         for request in ended.drain(..) {
             let Some((stream, chain)) = requests.main_and_chain(request) else { continue };
+            if !chain.has_ended_page(stream.len) {
+                continue;
+            }
             let whole = chain.whole_pages(stream.len);
+            chain.extend_links(whole);
+            chain.keys(chain.indexed.min(whole), whole).for_each(|key| pool.warm(key));
             // Where another page has a parent's key it may have been evicted since: then the stream's
             // own takes its place, so that the new page can be found.
             let mut first = chain.indexed.min(whole);
@@ -301,12 +289,15 @@ impl State {
                 }
                 first -= 1;
             }
-            for (key, &page) in chain.keys(first, whole).zip(&stream.pages[first as usize..]) {
+            let own = &stream.pages[first as usize..whole as usize];
+            for (key, &page) in chain.keys(first, whole).zip(own) {
                 if !pool.is_indexed(page) {
                     pool.insert(key, page);
                 }
             }
             chain.indexed = whole;
+            chain.tip_is_own =
+                stream.pages[..whole as usize].last().is_none_or(|&p| pool.is_indexed(p));
         }
     }
 

@@ -5,6 +5,7 @@
 
 use std::ops::Range;
 
+use device::prefer_large_pages;
 use resource_api::PlanVec;
 
 use crate::pool::SINK;
@@ -78,6 +79,8 @@ impl Seats {
         let entries = self.rows as usize * self.stride as usize;
         if table.len() < entries {
             table.reserve(entries, keep_old);
+            // Before it is written to.
+            prefer_large_pages(table.as_ptr(), entries);
             table.resize(entries, SINK);
         }
         if self.slots.len() <= slot {
@@ -130,7 +133,11 @@ impl Tables<'_> {
         }
         let known = written.pages as usize;
         let row = seat as usize * self.stride;
-        self.table[row + known..row + pages.len()].copy_from_slice(&pages[known..]);
+        match pages[known..] {
+            // Nearly always.
+            [page] => self.table[row + known] = page,
+            ref new => self.table[row + known..row + pages.len()].copy_from_slice(new),
+        }
         written.pages = pages.len() as u32;
         if let Some(changes) = &mut self.changes {
             changes.push((row + known) as u32..(row + pages.len()) as u32);

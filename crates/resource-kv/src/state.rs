@@ -83,10 +83,11 @@ pub(crate) struct State {
     pub(crate) admissions: u64,
     /// Pages on their way back to the pool; kept for its memory.
     pub(crate) outgoing: Vec<u32>,
-    /// Requests whose pages have become whole in the call that runs; kept for its memory.
-    pub(crate) ended: Vec<RequestId>,
-    /// Their links, to be computed together.
+    /// Links of pages whose last token the call that runs has told of; kept for its memory.
     pub(crate) links: LinkBatch,
+    /// Requests whose pages have become whole in the call that runs and that are still to be indexed;
+    /// kept for its memory.
+    pub(crate) ended: Vec<RequestId>,
     pub(crate) prefix_use: PrefixUse,
     /// Evictions that the host's counter lacks: a step does not wait for the host's metrics.
     pub(crate) untold_evictions: u64,

@@ -109,6 +109,9 @@ impl Requests {
         let slot = &mut self.slots[index];
         slot.generation = request.generation;
         slot.main.pages.reserve(pages);
+        // Touched, so that no step waits for the operating system to find the memory.
+        slot.main.pages.resize(slot.main.pages.capacity(), 0);
+        slot.main.pages.clear();
         self.chains[index] = chain.of(request);
     }
 

@@ -433,6 +433,17 @@ fn streams_whose_tokens_are_unknown_are_not_indexed() {
 }
 
 #[test]
+fn a_request_that_shares_nothing_may_go_back_and_on_otherwise() {
+    let mut run = Run::new(4, 32);
+    run.ingest_with(0, &tokens(0..3), r#"{"prefix_cache": false}"#);
+    run.feed(0, &tokens(0..9), PREFILL);
+    run.cache.kv.correct_len(rid(0), MAIN, 5).unwrap();
+    let read = run.feed(0, &[90, 91, 92, 93], DECODE);
+    assert_eq!(read, [0.0, 1.0, 2.0, 3.0, 4.0, 90.0, 91.0, 92.0, 93.0]);
+    assert_eq!(run.inspect("/prefix/pages"), 0);
+}
+
+#[test]
 fn salts_keep_requests_apart() {
     let mut run = Run::new(4, 32);
     let prompt = tokens(0..9);

@@ -13,9 +13,9 @@ use resource_api::{
 };
 use serde_json::Value;
 
-const PAGE: u32 = 3;
+/// Page sizes: one that divides nothing, and the one whose keys are computed in batches.
+const SIZES: [u32; 2] = [3, 16];
 const PAGES: u32 = 12;
-const MAX: u32 = PAGES * PAGE;
 const WALK: WalkId = WalkId(0);
 
 #[derive(Clone, Copy, Debug)]
@@ -33,9 +33,12 @@ enum Op {
     Resolve(u32),
     /// Takes over this share of what was found, of 4.
     Apply(u32, u32),
-    /// Feeds up to so many tokens: what is left of those known, then generated ones.
+    /// Feeds up to so many thirds of a page: what is left of those known, then generated ones.
     Feed(Vec<(u32, u32)>, Fate),
-    Rewind(u32, u32),
+    /// Generates so many tokens, one by one, each told of before it is fed.
+    Generate(u32, u32),
+    /// To so many thirds of a page, and this share of one more, of 16.
+    Rewind(u32, u32, u32),
     Reset(u32, bool),
     Remove(u32),
 }
@@ -58,7 +61,8 @@ fn op() -> impl Strategy<Value = Op> {
         3 => slot().prop_map(Op::Resolve),
         3 => (slot(), 0..5u32).prop_map(|(s, n)| Op::Apply(s, n)),
         8 => (rows, fate).prop_map(|(r, f)| Op::Feed(r, f)),
-        1 => (slot(), 0..MAX).prop_map(|(s, n)| Op::Rewind(s, n)),
+        2 => (slot(), 1..20u32).prop_map(|(s, n)| Op::Generate(s, n)),
+        1 => (slot(), 0..PAGES * 3, 0..16u32).prop_map(|(s, n, part)| Op::Rewind(s, n, part)),
         1 => (slot(), any::<bool>()).prop_map(|(s, f)| Op::Reset(s, f)),
         2 => slot().prop_map(Op::Remove),
     ]
@@ -77,6 +81,8 @@ struct Request {
 
 struct Run {
     cache: Cache,
+    /// Tokens of a page.
+    size: u32,
     live: HashMap<u32, Request>,
     generations: u32,
     next_step: u64,
@@ -85,12 +91,12 @@ struct Run {
 }
 
 impl Run {
-    fn new() -> Self {
-        let cache = cache(PAGE, PAGES, MAX);
+    fn new(size: u32) -> Self {
+        let cache = cache(size, PAGES, PAGES * size);
         let walk = PrefixWalk { label: MAIN, write: WALK, decode: WALK };
         assert!(cache.resource.enable_prefix_cache(b"", vec![walk]).unwrap());
         let (live, computed) = Default::default();
-        Run { cache, live, generations: 0, next_step: 1, computed }
+        Run { cache, size, live, generations: 0, next_step: 1, computed }
     }
 
     fn rid(&self, slot: u32) -> resource_api::RequestId {
@@ -104,7 +110,11 @@ impl Run {
             Op::Resolve(slot) => self.resolve(*slot),
             Op::Apply(slot, share) => self.take_over(*slot, *share),
             Op::Feed(rows, fate) => self.feed(rows, *fate),
-            Op::Rewind(slot, len) => self.rewind(*slot, *len),
+            Op::Generate(slot, count) => (0..*count).for_each(|_| self.generate(*slot)),
+            Op::Rewind(slot, thirds, part) => {
+                let third = self.size / 3;
+                self.rewind(*slot, thirds * third + part * third / 16);
+            }
             Op::Reset(slot, free) => {
                 self.cache.resource.reset_request(self.rid(*slot), *free).unwrap();
                 if let Some(r) = self.live.get_mut(slot) {
@@ -123,15 +133,34 @@ impl Run {
         if self.live.contains_key(&slot) {
             return;
         }
-        // A page's tokens all follow from its branch; one more may end the prompt within a page.
-        let tokens: Vec<u32> =
-            branches.iter().enumerate().map(|(i, b)| 10 * i as u32 / PAGE + b * 500).collect();
+        // The tokens of a third of a page all follow from its branch.
+        let third = self.size / 3;
+        let of = |(i, b): (usize, &u32)| vec![10 * i as u32 / self.size + b * 500; third as usize];
+        let tokens: Vec<u32> = branches.iter().enumerate().flat_map(of).collect();
         self.generations += 1;
         let generation = self.generations;
         self.live
             .insert(slot, Request { generation, tokens: tokens.clone(), ..Request::default() });
-        let overrides = RequestOverrides::new("", &tokens, MAX - tokens.len() as u32);
+        let overrides = RequestOverrides::new("", &tokens, self.max() - tokens.len() as u32);
         self.cache.resource.ingest_request(self.rid(slot), &overrides).unwrap();
+    }
+
+    fn max(&self) -> u32 {
+        PAGES * self.size
+    }
+
+    fn generate(&mut self, slot: u32) {
+        let rid = self.rid(slot);
+        let max = self.max() as usize;
+        let Some(r) = self.live.get_mut(&slot) else { return };
+        if r.len < r.tokens.len() || r.len == max || r.found > 0 {
+            return;
+        }
+        let token = 1000 + r.len as u32 % 2;
+        let told = self.cache.resource.extend_prefix_chain(rid, NodeId(0), WALK, &[token]);
+        told.unwrap();
+        r.tokens.push(token);
+        self.feed(&[(slot, 1)], Fate::Commit);
     }
 
     fn resolve(&mut self, slot: u32) {
@@ -145,7 +174,7 @@ impl Run {
         if r.asked && r.found > 0 {
             assert_eq!(found, r.found, "asked again");
         }
-        assert!(found.is_multiple_of(PAGE) && (found as usize) < r.tokens.len());
+        assert!(found.is_multiple_of(self.size) && (found as usize) < r.tokens.len());
         // Nothing is found that nobody has computed.
         assert!(found == 0 || self.computed.contains(&r.tokens[..found as usize]));
         (r.found, r.asked) = (found, true);
@@ -162,7 +191,7 @@ impl Run {
         // Only a cut within a page needs one of its own, and may find none.
         match done {
             Ok(()) => r.len = matched as usize,
-            Err(e) => assert!(!matched.is_multiple_of(PAGE), "{e}"),
+            Err(e) => assert!(!matched.is_multiple_of(self.size), "{e}"),
         }
         (r.found, r.asked) = (0, false);
     }
@@ -175,8 +204,9 @@ impl Run {
             // A host that asked takes the answer over before it goes on.
             let Some(r) = self.live.get(&slot).filter(|r| r.found == 0) else { continue };
             let left = r.tokens.len() - r.len;
-            let span = if left == 0 { 1 } else { left.min(most as usize) };
-            if r.len + span > MAX as usize {
+            let most = (most * self.size / 3) as usize;
+            let span = if left == 0 { 1 } else { left.min(most) };
+            if r.len + span > self.max() as usize {
                 continue;
             }
             let mut own = r.tokens[r.len..r.len + span.min(left)].to_vec();
@@ -233,8 +263,8 @@ impl Run {
             let read: Vec<u32> =
                 self.cache.history(plan, row).into_iter().map(|v| v as u32).collect();
             assert_eq!(read, r.tokens[..r.len], "what {rid} reads");
-            for pages in 1..=r.len / PAGE as usize {
-                self.computed.insert(r.tokens[..pages * PAGE as usize].to_vec());
+            for pages in 1..=r.len / self.size as usize {
+                self.computed.insert(r.tokens[..pages * self.size as usize].to_vec());
             }
         }
         self.cache.commit(&step).unwrap();
@@ -244,8 +274,8 @@ impl Run {
     fn need(&self, step: &Step) -> u64 {
         let of = |(rid, span): (&resource_api::RequestId, &u32)| {
             let len = self.live[&rid.slot].len as u32;
-            let held = self.held(rid.slot).max(len.div_ceil(PAGE));
-            u64::from((len + span).div_ceil(PAGE).saturating_sub(held))
+            let held = self.held(rid.slot).max(len.div_ceil(self.size));
+            u64::from((len + span).div_ceil(self.size).saturating_sub(held))
         };
         step.request.iter().zip(&step.span).map(of).sum()
     }
@@ -295,13 +325,15 @@ proptest! {
     fn whatever_is_shared_holds_the_tokens_of_those_who_share_it(
         ops in proptest::collection::vec(op(), 1..80)
     ) {
-        let mut run = Run::new();
-        ops.iter().for_each(|op| run.apply(op));
-        let hits = run.inspect()["prefix"]["hits"].as_u64().unwrap();
-        if ops.len() > 70 && hits > 0 {
-            // Everything that was taken can be given back.
-            (0..4).for_each(|slot| run.apply(&Op::Remove(slot)));
-            assert_eq!(run.cache.kv.free_pages(), u64::from(PAGES));
+        for size in SIZES {
+            let mut run = Run::new(size);
+            ops.iter().for_each(|op| run.apply(op));
+            let hits = run.inspect()["prefix"]["hits"].as_u64().unwrap();
+            if ops.len() > 70 && hits > 0 {
+                // Everything that was taken can be given back.
+                (0..4).for_each(|slot| run.apply(&Op::Remove(slot)));
+                assert_eq!(run.cache.kv.free_pages(), u64::from(PAGES));
+            }
         }
     }
 }

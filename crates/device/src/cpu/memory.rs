@@ -34,9 +34,28 @@ impl AlignedBuffer {
     }
 
     /// Where the bytes begin; on a page, so aligned for everything.
+    #[inline]
     pub(crate) fn as_mut_ptr(&mut self) -> *mut u8 {
         self.map.as_mut().map_or(NOWHERE, |m| m.as_mut_ptr())
     }
+}
+
+/// Asks the operating system for large pages where memory that is allocated already is not in use yet.
+/// It may refuse, and nothing else changes.
+pub fn prefer_large_pages<T>(memory: *const T, len: usize) {
+    #[cfg(target_os = "linux")]
+    {
+        const PAGE: usize = 4096;
+        let first = memory.addr().next_multiple_of(PAGE);
+        let end = memory.addr() + len * size_of::<T>();
+        if end > first {
+            let start = memory.with_addr(first).cast_mut().cast();
+            // SAFETY: advice that changes neither what the memory holds nor who may use it; of a range
+            // that is not mapped it is an error and nothing happens.
+            unsafe { libc::madvise(start, end - first, libc::MADV_HUGEPAGE) };
+        }
+    }
+    let _ = (memory, len);
 }
 
 /// Where no bytes begin: on a page too, since slices of larger elements are made of it.
@@ -45,6 +64,7 @@ const NOWHERE: *mut u8 = std::ptr::without_provenance_mut(4096);
 impl Deref for AlignedBuffer {
     type Target = [u8];
 
+    #[inline]
     fn deref(&self) -> &[u8] {
         // SAFETY: not null, and any address is good for no bytes.
         self.map.as_deref().unwrap_or_else(|| unsafe { std::slice::from_raw_parts(NOWHERE, 0) })
