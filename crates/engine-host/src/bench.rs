@@ -21,6 +21,7 @@
 //! | `processes` | the same in several fresh processes, and their spread |
 //! | `stats`, `machine` | percentiles; what was measured where |
 //! | `record`, `peers`, `plot`, `report` | results as tables and plots, beside other engines' |
+//! | `sections` | the parts of `docs/performance.md` that benchmarks write |
 
 pub mod abi;
 mod child;
@@ -40,6 +41,7 @@ pub mod ratchet;
 pub mod record;
 pub mod report;
 mod rig;
+mod sections;
 mod shapes;
 mod stats;
 pub mod step;

@@ -4,6 +4,7 @@ use std::path::{Path, PathBuf};
 
 use serde_json::{Value, json};
 
+use super::sections::Section;
 use super::stats::median;
 use super::{child, machine, record};
 use crate::error::{Error, ErrorKind, Result};
@@ -104,6 +105,23 @@ pub fn line(result: &Value) -> String {
         part("without_page_ends", "no page ends"),
         part("with_page_ends", "page ends")
     )
+}
+
+const SECTION: Section = Section { name: "plugin boundary", command: "abi" };
+
+/// Writes the result into `docs/performance.md`.
+///
+/// # Errors
+/// When the file cannot be written.
+pub fn report(docs: &Path, result: &Value) -> Result<()> {
+    let text = format!(
+        "## The plugin boundary\n\nThe same kinds as plugins and linked into the program, in pairs of fresh \
+         processes that take turns at being first: medians, and the median, lowest and highest of the pairs' \
+         ratios. Measured on {}.\n\n{}\n",
+        machine::in_words(&result["machine"]),
+        line(result),
+    );
+    SECTION.write(docs, &text)
 }
 
 /// Median microseconds of a step without page ends, and with them.

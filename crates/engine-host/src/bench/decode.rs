@@ -16,9 +16,10 @@ use crate::error::Result;
 pub const WARM: u32 = 64;
 /// The plan of one step in so many is compared with the ledger. Prime to the number of slots and to
 /// the page size, so that all slots and offsets get their turn.
-pub const PERIOD: u32 = 21;
-/// Steps after a comparison, which reads whole tables, until the caches are as they were.
-const REWARM: u32 = SLOTS;
+pub const PERIOD: u32 = 37;
+/// Steps after a comparison, which reads whole tables, until the caches are as they were: what a page's
+/// end touches is touched again after as many steps as a page has slots.
+const REWARM: u32 = PAGE + SLOTS;
 /// Batches up to this are quick beside a reading of the clock: samples are means of several steps.
 const QUICK: u32 = 8;
 
@@ -129,23 +130,65 @@ pub fn measure(rig: &mut Rig, shape: &Shape, ends: Ends, wanted: usize) -> Resul
     Ok(result)
 }
 
-/// The longest of `count` steps in a row, and their percentiles.
+/// What `count` steps in a row took, and what a loop took beside them that computes as long and touches no
+/// memory: steps that are longer than any of the loop's are our own, the others the machine's.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Longest {
+    /// The steps.
+    pub steps: Summary,
+    /// The loop.
+    pub control: Summary,
+    /// How many of each took more than three medians.
+    pub above: [usize; 2],
+}
+
+/// Times `count` steps in a row, and the loop after each.
 ///
 /// # Errors
 /// As for [`measure`].
-pub fn longest(rig: &mut Rig, shape: &Shape, count: u32) -> Result<Summary> {
+pub fn longest(rig: &mut Rig, shape: &Shape, count: u32) -> Result<Longest> {
     let mut streams = rig.population(&Ends::Sixteenth.lens(shape), count + WARM + 1)?;
-    let mut totals = Vec::with_capacity(count as usize);
+    let mut times = [const { Vec::<u64>::new() }; 2];
+    times.iter_mut().for_each(|times| times.reserve(count as usize));
+    let mut rounds = 0;
     for n in 0..count + WARM {
-        let times = rig.step(&mut streams, None, Check::Record)?;
-        if n >= WARM {
-            totals.push(times.total());
+        let step = rig.step(&mut streams, None, Check::Record)?.total();
+        let start = Instant::now();
+        compute(rounds);
+        let control = rig.nanos(start, Instant::now());
+        match n < WARM {
+            // As long as the step was, with what is known of the loop so far.
+            true => rounds = rounds_for(step),
+            false => [step, control].into_iter().zip(&mut times).for_each(|(t, all)| all.push(t)),
         }
     }
     rig.step(&mut streams, None, Check::Compare)?;
     rig.ledger.disjoint(&streams)?;
     rig.end_all(&streams)?;
-    Ok(Summary::of(&mut totals, 1.0))
+    let [steps, control] = times.each_mut().map(|times| Summary::of(times, 1.0));
+    let above = |times: &[u64]| {
+        let limit = 3 * times[times.len() / 2];
+        times.len() - times.partition_point(|&time| time <= limit)
+    };
+    Ok(Longest { steps, control, above: times.each_ref().map(|times| above(times)) })
+}
+
+/// Multiplies so many times, each waiting for the one before.
+fn compute(rounds: u64) {
+    let step = |x: u64, n: u64| (x ^ n).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+    std::hint::black_box((0..rounds).fold(1, step));
+}
+
+/// Rounds of [`compute`] that take so many nanoseconds.
+fn rounds_for(nanos: u64) -> u64 {
+    const ROUNDS: u64 = 4096;
+    let time = || {
+        let start = Instant::now();
+        compute(ROUNDS);
+        start.elapsed().as_nanos() as u64
+    };
+    let least = (0..3).map(|_| time()).min().unwrap_or(1);
+    nanos * ROUNDS / least.max(1)
 }
 
 /// Of how many steps a sample is the mean.

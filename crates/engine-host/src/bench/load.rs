@@ -8,7 +8,9 @@ use serde_json::{Map, Value, json};
 use super::child;
 use super::kinds::MEASURED;
 use super::machine;
+use super::record::number;
 use super::rig::{Geometry, limits, wanted};
+use super::sections::Section;
 use super::stats::Summary;
 use crate::config::Config;
 use crate::error::{Error, ErrorKind, Result};
@@ -107,6 +109,27 @@ pub fn once(config: impl FnOnce() -> Result<Config>) -> Result<Value> {
         stages.insert("all".into(), json!(before + ready));
     }
     Ok(Value::Object(stages))
+}
+
+const SECTION: Section = Section { name: "load time", command: "load" };
+
+/// Writes the result into `docs/performance.md`.
+///
+/// # Errors
+/// When the file cannot be written.
+pub fn report(docs: &Path, result: &Value) -> Result<()> {
+    let stages = result["us"].as_object().into_iter().flatten().map(|(name, _)| {
+        let ms = |percentile| number(result, name, percentile).unwrap_or(0.0) / 1e3;
+        format!("| {name} | {:.2} | {:.2} |\n", ms("median"), ms("p90"))
+    });
+    let text = format!(
+        "## Loading plugins\n\nFrom the start of the process to built resources, in fresh processes; `process` \
+         is what passes before `main`, and `checks alone` is part of `checked and loaded`, once more. Measured \
+         on {}.\n\n| stage | median, ms | p90, ms |\n|---|---|---|\n{}",
+        machine::in_words(&result["machine"]),
+        stages.collect::<String>(),
+    );
+    SECTION.write(docs, &text)
 }
 
 fn now() -> u64 {

@@ -50,6 +50,19 @@ fn field_model() -> String {
     value.unwrap_or_default()
 }
 
+/// When and where results were measured, in words.
+pub fn in_words(machine: &Value) -> String {
+    let text = |key: &str| machine.get(key).and_then(Value::as_str).unwrap_or("?");
+    format!(
+        "{}, revision {}; {}, on CPU {}, with {} processes that wanted to run",
+        text("date"),
+        text("revision"),
+        text("cpu"),
+        text("allowed_cpus"),
+        machine.get("load").and_then(Value::as_f64).unwrap_or(0.0),
+    )
+}
+
 /// The revision of the sources in the working directory, with `+` when they are changed.
 fn revision() -> Option<String> {
     let git = |args: &[&str]| {

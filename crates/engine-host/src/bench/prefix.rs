@@ -1,5 +1,7 @@
 //! `bench prefix`: what a cached prompt costs, call by call.
 
+use std::fmt::Write;
+use std::path::Path;
 use std::time::Instant;
 
 use resource_api::{PrefixInputs, RequestId, RequestOverrides, Resource};
@@ -7,7 +9,9 @@ use serde_json::{Value, json};
 
 use super::kinds::Kinds;
 use super::machine;
+use super::record::{number, us};
 use super::rig::{Check, Geometry, PAGE, Prompt, Rig};
+use super::sections::Section;
 use super::stats::Summary;
 use crate::error::{Error, ErrorKind, Result};
 
@@ -139,4 +143,62 @@ fn ask(rig: &mut Rig, stored: Prompt, common: Common, repeats: u32) -> Result<Va
             "match and adopt": (matching.median + adopt.median) * 1e3 / f64::from(stored.len),
         },
     }))
+}
+
+const SECTION: Section = Section { name: "prefix cost", command: "prefix" };
+
+/// Writes the results into `docs/performance.md`.
+///
+/// # Errors
+/// When the file cannot be written.
+pub fn report(docs: &Path, records: &[Value]) -> Result<()> {
+    SECTION.write(docs, &section(records))
+}
+
+fn section(records: &[Value]) -> String {
+    let mut out = String::from("## Cached prompts\n\n");
+    let machine = records.first().map(|r| machine::in_words(&r["machine"])).unwrap_or_default();
+    let _ = writeln!(
+        out,
+        "A prompt and one more token, through the plugin, with every page of the pool in the index. Keys are \
+         made when a request is taken in. Stored by one step, or by chunks of {CHUNK} tokens; held by another \
+         request, or by nobody. Measured on {machine}.\n\n\
+         | pages | prompt | keys | match and adopt: held | idle | held, chunks | idle, chunks | release, us | \
+         miss at the middle, us | miss at the first page, us |\n|---|---|---|---|---|---|---|---|---|---|\n\
+         | | tokens | ns a token | ns a token | ns a token | ns a token | ns a token | idle | match | match |"
+    );
+    for pages in POOLS {
+        for len in PROMPTS {
+            let of = |case: &str, stored: &str| {
+                records.iter().find(|r| {
+                    r["pool"] == pages
+                        && r["prompt"] == len
+                        && r["case"] == case
+                        && r["stored"] == stored
+                })
+            };
+            let per_token = |case: &str, stored: &str, what: &str| {
+                let value = of(case, stored).and_then(|r| r["ns_per_token"][what].as_f64());
+                value.map_or_else(|| "-".into(), |ns| format!("{ns:.2}"))
+            };
+            let took = |case: &str, what: &str| {
+                let value = of(case, "whole").and_then(|r| number(r, what, "median"));
+                value.map_or_else(|| "-".into(), us)
+            };
+            let found = |case: &str, stored: &str| per_token(case, stored, "match and adopt");
+            let _ = writeln!(
+                out,
+                "| {pages} | {len} | {} | {} | {} | {} | {} | {} | {} | {} |",
+                per_token("held", "whole", "keys"),
+                found("held", "whole"),
+                found("idle", "whole"),
+                found("held", "chunks"),
+                found("idle", "chunks"),
+                took("idle", "release"),
+                took("miss at the middle", "match"),
+                took("miss", "match"),
+            );
+        }
+    }
+    out
 }

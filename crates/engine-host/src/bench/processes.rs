@@ -69,8 +69,16 @@ fn merge_one(all: &[Value]) -> Value {
         spread.insert(figure, medians);
     }
     if merged.get("what").is_some_and(|what| what == "longest") {
-        let max = |r: &Value| r.get("us")?.get("total")?.get("max")?.as_f64();
-        merged["each_max"] = json!(all.iter().filter_map(max).collect::<Vec<_>>());
+        let each = |figure: &str| -> Vec<f64> {
+            let max = |r: &Value| r.get("us")?.get(figure)?.get("max")?.as_f64();
+            all.iter().filter_map(max).collect()
+        };
+        merged["each_max"] = json!({ "total": each("total"), "control": each("control") });
+        let above = |i: usize| {
+            let of = |r: &Value| r.get("above_three_medians")?.get(i)?.as_u64();
+            all.iter().filter_map(of).sum::<u64>()
+        };
+        merged["above_three_medians"] = json!([above(0), above(1)]);
     }
     merged["processes"] = json!(all.len());
     merged["processes_us"] = Value::Object(spread);

@@ -39,15 +39,24 @@ pub fn heading() -> String {
     )
 }
 
-/// Of several processes, the one that was disturbed least tells what the code does.
-fn least_max(record: &Value) -> String {
-    let each = record.get("each_max").and_then(Value::as_array).into_iter().flatten();
-    let least = each.filter_map(Value::as_f64).fold(f64::INFINITY, f64::min);
-    if least.is_finite() {
-        format!("; in the quietest process {}", us(least))
-    } else {
-        String::new()
-    }
+/// The longest of several steps, or of the loop beside them. Of several processes, the one that was
+/// disturbed least tells most.
+fn longest(record: &Value, figure: &str, above: usize) -> String {
+    let at = |percentile: &str| number(record, figure, percentile).map_or_else(|| "-".into(), us);
+    let each = record.get("each_max").and_then(|each| each.get(figure)?.as_array());
+    let least = each.into_iter().flatten().filter_map(Value::as_f64).fold(f64::MAX, f64::min);
+    let least = match least < f64::MAX {
+        true => format!(", {} in the quietest process", us(least)),
+        false => String::new(),
+    };
+    let above = record.get("above_three_medians").and_then(|all| all.get(above)?.as_u64());
+    format!(
+        "{} us{least} (median {}, p99 {}; {} above three medians)",
+        at("max"),
+        at("median"),
+        at("p99"),
+        above.unwrap_or(0),
+    )
 }
 
 /// A result as a line, or several.
@@ -82,15 +91,14 @@ pub fn line(record: &Value) -> String {
             text("plan_bytes_per_step"),
         ),
         Some("longest") => format!(
-            "longest of {} steps, B={} L={} pool={}: {} us (median {}, p99 {}{})",
+            "longest of {} steps, B={} L={} pool={}: {}; of a loop as long that touches no memory, in turns \
+             with them: {}",
             text("steps"),
             text("batch"),
             text("context"),
             text("pool"),
-            at("total", "max"),
-            at("total", "median"),
-            at("total", "p99"),
-            least_max(record),
+            longest(record, "total", 0),
+            longest(record, "control", 1),
         ),
         Some("peer") => format!(
             "{}, B={} L={}: {} (p10 {}, p90 {})",

@@ -6,14 +6,15 @@ use std::path::Path;
 
 use serde_json::Value;
 
+use super::machine;
 use super::peers::{PEERS, Peer, SHAPES, measured};
 use super::plot::{Series, chart};
 use super::processes::spread;
 use super::record::{number, us};
-use crate::error::{Error, ErrorKind, Result};
+use super::sections::{Section, failed};
+use crate::error::Result;
 
-const BEGIN: &str = "<!-- step cost: written by `engine-host bench step --report docs` -->";
-const END: &str = "<!-- end of step cost -->";
+const SECTION: Section = Section { name: "step cost", command: "step" };
 
 /// Writes the plots into `docs/img` and the section into `docs/performance.md`, in place of the one
 /// that is there.
@@ -21,33 +22,13 @@ const END: &str = "<!-- end of step cost -->";
 /// # Errors
 /// When a file cannot be written.
 pub fn write(docs: &Path, records: &[Value]) -> Result<()> {
-    let failed = |path: &Path, e: std::io::Error| {
-        Error::new(ErrorKind::Internal, format!("{}: {e}", path.display()))
-    };
     let images = docs.join("img");
-    fs::create_dir_all(&images).map_err(|e| failed(&images, e))?;
+    fs::create_dir_all(&images).map_err(|e| failed(&images, &e))?;
     for (name, svg) in plots(records) {
         let path = images.join(name);
-        fs::write(&path, svg).map_err(|e| failed(&path, e))?;
+        fs::write(&path, svg).map_err(|e| failed(&path, &e))?;
     }
-    let path = docs.join("performance.md");
-    let text = match fs::read_to_string(&path) {
-        Ok(text) => text,
-        Err(e) if e.kind() == std::io::ErrorKind::NotFound => "# Performance\n".into(),
-        Err(e) => return Err(failed(&path, e)),
-    };
-    fs::write(&path, replaced(&text, &section(records))).map_err(|e| failed(&path, e))
-}
-
-/// The text with its section replaced, or added at the end.
-fn replaced(text: &str, section: &str) -> String {
-    let around = text.split_once(BEGIN).and_then(|(before, rest)| {
-        let (_, after) = rest.split_once(END)?;
-        Some((before, after))
-    });
-    let (before, after) = around.unwrap_or((text, "\n"));
-    let gap = if before.ends_with("\n\n") { "" } else { "\n" };
-    format!("{before}{gap}{BEGIN}\n{section}{END}{after}")
+    SECTION.write(docs, &section(records))
 }
 
 fn of<'a>(record: &'a Value, key: &str) -> Option<&'a Value> {
@@ -167,17 +148,11 @@ fn section(records: &[Value]) -> String {
     let _ = writeln!(
         out,
         "What the host and its four resources (kv with its prefix index, attention, positions, sampler) cost \
-         per step beside the model: plugins through dlopen, no forward pass, page size 16. \
-         `engine-host bench step --report docs` measured it on {}, revision {}, and regenerates this section; {}, \
-         on CPU {} alone, with {} processes that wanted to run (medians of a machine that others use \
-         too: take them as upper bounds). Figures are medians over {} fresh processes. Microseconds; a \
-         step is admit, plan, commit and outputs through the runner. Every {}st plan was compared, entry \
-         by entry, with a record kept apart from the resources.\n",
-        text(&machine, "date"),
-        text(&machine, "revision"),
-        text(&machine, "cpu"),
-        text(&machine, "allowed_cpus"),
-        int(&machine, "load"),
+         per step beside the model: plugins through dlopen, no forward pass, page size 16. Measured on {} \
+         (medians of a machine that others use too: take them as upper bounds). Figures are medians over {} \
+         fresh processes. Microseconds; a step is admit, plan, commit and outputs through the runner. One plan \
+         in {} was compared, entry by entry, with a record kept apart from the resources.\n",
+        machine::in_words(&machine),
         records.first().map_or(1, |r| int(r, "processes").max(1)),
         super::decode::PERIOD,
     );
@@ -290,7 +265,10 @@ fn table_of_methods(out: &mut String, records: &[Value]) {
 }
 
 fn other_steps(out: &mut String, records: &[Value]) {
-    out.push_str("Other steps:\n\n");
+    out.push_str(
+        "Other steps (the engine's own scheduling and book-keeping is the turn without resources; the other \
+         turn is a step of all resources as well):\n\n",
+    );
     for record in records.iter().filter(|r| !is(r, "decode") && !is(r, "peer")) {
         let line = super::record::line(record);
         line.lines().for_each(|line| {
@@ -327,21 +305,5 @@ fn table_of_peers(out: &mut String, records: &[Value]) {
             };
         }
         out.push('\n');
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn the_section_is_replaced_and_nothing_else() {
-        let first = replaced("# Performance\n\n## Other\n\ntext\n", "one\n");
-        assert!(first.starts_with("# Performance\n\n## Other\n\ntext\n\n<!--"), "{first}");
-        let more = format!("{first}\n## After\n");
-        let second = replaced(&more, "two\n");
-        assert!(second.contains("two\n") && !second.contains("one\n"), "{second}");
-        assert!(second.ends_with("\n\n## After\n") && second.matches(BEGIN).count() == 1);
-        assert_eq!(replaced(&second, "two\n"), second);
     }
 }

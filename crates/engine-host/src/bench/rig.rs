@@ -357,8 +357,8 @@ impl Rig {
     pub fn fill(&mut self) -> Result<()> {
         const LEN: u32 = 8192;
         const LIVE: usize = 512;
-        let count = self.geometry.pages / (LEN / PAGE);
         let len = LEN.min(self.geometry.max_len - PAGE);
+        let count = self.geometry.pages / len.div_ceil(PAGE);
         let most = LIVE.min(count as usize / 2 + 1).min(self.geometry.max_batch as usize / 2 + 1);
         let mut live: Vec<Stream> = Vec::new();
         let mut random = 0x2545_f491_4f6c_dd1du64;

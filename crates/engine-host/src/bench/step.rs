@@ -168,7 +168,7 @@ fn cannot(shape: &Shape, geometry: Geometry, built: bool) -> Option<String> {
 
 /// In resources of its own where the pool is just enough for fewer steps.
 fn longest_of(kinds: &Kinds, rig: &mut Rig, shape: &Shape, count: u32) -> Result<Value> {
-    let summary = match shape.pool {
+    let longest = match shape.pool {
         Pool::Enough => {
             let geometry = shape.geometry(count + 2 * decode::WARM);
             decode::longest(&mut Rig::build(kinds, geometry)?, shape, count)?
@@ -181,7 +181,8 @@ fn longest_of(kinds: &Kinds, rig: &mut Rig, shape: &Shape, count: u32) -> Result
         "context": shape.context,
         "pool": shape.pool.to_string(),
         "steps": count,
-        "us": { "total": summary.to_json() },
+        "us": { "total": longest.steps.to_json(), "control": longest.control.to_json() },
+        "above_three_medians": longest.above,
     }))
 }
 

@@ -1,6 +1,6 @@
 //! `engine-host bench`.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use clap::{Args, Subcommand};
@@ -18,7 +18,7 @@ pub enum BenchCommand {
     /// What the resources cost per step, without a model
     Step(StepArgs),
     /// What a cached prompt costs: keys, match, adopt, release
-    Prefix(Common),
+    Prefix(PrefixArgs),
     /// How long loading takes, from the start of the process to resources that are built
     Load(LoadArgs),
     /// How fast the model is computed, in tokens per second
@@ -74,18 +74,44 @@ pub struct StepArgs {
 }
 
 #[derive(Args)]
+pub struct PrefixArgs {
+    #[command(flatten)]
+    common: Common,
+    #[command(flatten)]
+    report: ReportArg,
+}
+
+#[derive(Args)]
 pub struct LoadArgs {
     #[command(flatten)]
     common: Common,
+    #[command(flatten)]
+    report: ReportArg,
     /// This process alone
-    #[arg(long, hide = true)]
+    #[arg(long, hide = true, conflicts_with = "docs")]
     once: bool,
+}
+
+#[derive(Args)]
+struct ReportArg {
+    /// Writes this part of DOCS/performance.md anew
+    #[arg(long = "report", value_name = "DOCS")]
+    docs: Option<PathBuf>,
+}
+
+impl ReportArg {
+    /// Has the part written, if that is wanted.
+    fn write(&self, part: impl FnOnce(&Path) -> Result<()>) -> Result<()> {
+        self.docs.as_deref().map_or(Ok(()), part)
+    }
 }
 
 #[derive(Args)]
 pub struct AbiArgs {
     #[command(flatten)]
     common: Common,
+    #[command(flatten)]
+    report: ReportArg,
     /// The program with the kinds linked in; without it the one beside this program
     #[arg(long, value_name = "PROGRAM")]
     linked: Option<PathBuf>,
@@ -111,15 +137,22 @@ pub struct RatchetArgs {
 pub fn run(command: &BenchCommand, linked: Option<Linked>) -> Result<ExitCode> {
     match command {
         BenchCommand::Step(args) => run_step(args, linked)?,
-        BenchCommand::Prefix(args) => {
-            let kinds = Kinds::load(&args.config.load()?, linked)?;
-            prefix::run(&kinds, args.quick, &mut |result| args.print(&result))?;
+        BenchCommand::Prefix(PrefixArgs { common, report }) => {
+            let kinds = Kinds::load(&common.config.load()?, linked)?;
+            let mut results = Vec::new();
+            prefix::run(&kinds, common.quick, &mut |result| {
+                common.print(&result);
+                results.push(result);
+            })?;
+            report.write(|docs| prefix::report(docs, &results))?;
         }
-        BenchCommand::Load(LoadArgs { common, once: true }) => {
+        BenchCommand::Load(LoadArgs { common, once: true, .. }) => {
             say!("{}", load::once(|| common.config.load())?);
         }
-        BenchCommand::Load(LoadArgs { common, once: false }) => {
-            common.print(&load::run(common.config.path(), common.quick)?);
+        BenchCommand::Load(LoadArgs { common, once: false, report }) => {
+            let result = load::run(common.config.path(), common.quick)?;
+            common.print(&result);
+            report.write(|docs| load::report(docs, &result))?;
         }
         BenchCommand::Model(args) => bench_model::run(args)?,
         BenchCommand::Abi(args) => {
@@ -130,6 +163,7 @@ pub fn run(command: &BenchCommand, linked: Option<Linked>) -> Result<ExitCode> {
                 true => say!("{result}"),
                 false => say!("{}", abi::line(&result)),
             }
+            args.report.write(|docs| abi::report(docs, &result))?;
         }
         BenchCommand::Ratchet(args) => {
             ratchet::run(&Kinds::load(&args.config.load()?, linked)?, &args.shape, args.steps)?;
