@@ -31,6 +31,7 @@ mod doctor;
 mod generate;
 mod jobs;
 mod plugins;
+mod prefill;
 mod report;
 mod serve;
 mod settings;
@@ -56,6 +57,8 @@ enum Command {
     Generate(Box<GenerateArgs>),
     /// Answer OpenAI's API over HTTP
     Serve(Box<serve::ServeArgs>),
+    /// Begin requests and hand them over to another process, which goes on with `generate`
+    Prefill(Box<prefill::PrefillArgs>),
     /// What is in the plugin directories
     #[command(subcommand)]
     Plugin(PluginCommand),
@@ -234,6 +237,7 @@ pub fn main_with(linked: Option<Linked>) -> ExitCode {
     let done = match &cli.command {
         Command::Generate(args) => generate::run(args),
         Command::Serve(args) => serve::run(args),
+        Command::Prefill(args) => prefill::run(args),
         Command::Plugin(command) => match command {
             PluginCommand::List { config, json } => plugins::list(config, *json),
             PluginCommand::Doctor { config, paths, json } => doctor::doctor(config, paths, *json),

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
 use crate::document::{self, Problems};
-use crate::engine::OnFault;
+use crate::engine::{OnFault, Relief};
 use crate::error::{Error, Result};
 use crate::probe::Probe;
 
@@ -75,6 +75,12 @@ pub struct EngineConfig {
     pub cpu_features: Option<String>,
     /// Whether a step is planned while the one before it runs; default on.
     pub preplan: bool,
+    /// How state moves between engines; default not at all.
+    pub transfer: TransferEngine,
+    /// Where memory that processes share lies; default `/dev/shm`.
+    pub transfer_directory: PathBuf,
+    /// What makes room when a step does not fit, in order; default evict, offload, recompute.
+    pub pressure: Vec<Relief>,
     /// Whether decode steps on a GPU are captured and replayed; default on.
     pub cuda_graphs: bool,
     /// Whether, on a GPU, what a request gets does not depend on what runs beside it, to the bit (on the CPU
@@ -88,6 +94,32 @@ pub struct EngineConfig {
     pub max_batch_tokens: usize,
     /// Tokens of one request at most, prompt and completion together; default: the model's limit.
     pub max_model_len: Option<usize>,
+}
+
+/// Ways for state to move between engines.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum TransferEngine {
+    /// Not at all.
+    Off,
+    /// Between engines of one process.
+    InProcess,
+    /// Between processes of one machine.
+    SharedMemory,
+}
+
+impl TransferEngine {
+    /// Names in the configuration.
+    pub const NAMES: [(&'static str, Self); 3] = [
+        ("off", Self::Off),
+        ("in-process", Self::InProcess),
+        ("shared-memory", Self::SharedMemory),
+    ];
+
+    /// Name in the configuration; `None` where state does not move.
+    pub fn name(self) -> Option<&'static str> {
+        let name = Self::NAMES.iter().find(|(_, engine)| *engine == self).map(|(name, _)| *name);
+        name.filter(|_| self != Self::Off)
+    }
 }
 
 /// `[model]`

@@ -135,6 +135,8 @@ impl Driver {
                     let _ = live.sink.put(Event::Finished(reason, usage));
                 }
             }
+            // Nobody asks for that over HTTP.
+            request::Event::HandedOver(rid, _) => drop(self.let_go(rid)),
             request::Event::Failed(rid, why) => {
                 self.snapshot.failed += 1;
                 if let Some(live) = self.let_go(rid) {

@@ -14,7 +14,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::request::{Event, Failure, Requests, Token, Tracked, Usage};
 use crate::resources::ResourceSet;
 use crate::runner::{FailedStep, Live, Runner, Staged, Started};
-use crate::scheduler::{Limits, Scheduler, Turn};
+use crate::scheduler::{Join, Limits, Scheduler, Turn};
 use crate::services::Services;
 use crate::step::SubmoduleStep;
 use crate::watch::Watchdog;
@@ -22,13 +22,24 @@ use crate::watch::Watchdog;
 mod ahead;
 mod declare;
 mod graphs;
+mod handover;
 mod intake;
+mod offload;
 mod pressure;
+mod sessions;
 mod wards;
 
+pub(crate) use handover::Arriving;
+use handover::arrive;
+pub use handover::{Handover, Relay};
 use intake::{prefix_root, skip_cached_prefix};
+pub use offload::Relief;
+use offload::bring_back;
 pub use pressure::{Refusal, Remedy};
 pub use wards::{Canceller, OnFault};
+
+/// Sessions that are kept where nobody says how many.
+const MAX_SESSIONS: usize = 64;
 
 /// Counts since the engine was made.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -45,6 +56,10 @@ pub struct Stats {
     pub decode_time: Duration,
     /// Requests that gave way and were computed again.
     pub preemptions: u64,
+    /// Times that a request left the device and kept its state.
+    pub offloads: u64,
+    /// Times that one came back.
+    pub reloads: u64,
     /// Steps that had been planned while the one before them ran.
     pub planned_ahead: u64,
     /// Steps planned ahead that did not come.
@@ -76,6 +91,8 @@ pub struct Engine {
     node_id: NodeId,
     prefill: WalkId,
     decode: WalkId,
+    /// What all state depends on beside its request.
+    root: [u8; 32],
     stats: Stats,
     events: Vec<Event>,
     turns: Vec<Turn>,
@@ -103,6 +120,9 @@ pub struct Engine {
     /// No request's deadline is before this one.
     next_deadline: Option<Instant>,
     canceller: Canceller,
+    sessions: sessions::Sessions,
+    /// What makes room when a step does not fit, in order.
+    relief: Vec<Relief>,
     watchdog: Option<Watchdog>,
     /// Keys of the resources whose panic ends the engine.
     stops_with: BTreeSet<String>,
@@ -138,8 +158,10 @@ impl Engine {
         let root = prefix_root(&model.identity, &resources, &own);
         let walks =
             PrefixWalk { label: LabelId::MAIN, write: WalkId(prefill), decode: WalkId(decode) };
+        let mut caches_prefixes = false;
         for entry in resources.entries() {
             if entry.resource().enable_prefix_cache(&root, vec![walks])? {
+                caches_prefixes = true;
                 tracing::info!(resource = entry.key, "keeps prefixes across requests");
             }
         }
@@ -160,6 +182,7 @@ impl Engine {
             node_id,
             prefill: WalkId(prefill),
             decode: WalkId(decode),
+            root,
             stats: Stats::default(),
             events: Vec::new(),
             turns: Vec::new(),
@@ -180,10 +203,13 @@ impl Engine {
             refusals: Vec::new(),
             next_deadline: None,
             canceller: Canceller::default(),
+            sessions: sessions::Sessions::new(MAX_SESSIONS),
+            relief: Relief::ORDER.to_vec(),
             watchdog: None,
             stops_with: BTreeSet::new(),
             stopped: None,
         };
+        engine.scheduler.share_beginnings = caches_prefixes;
         engine.capture_graphs();
         for entry in engine.runner.resources().entries() {
             entry.resource().post_warmup_validate()?;
@@ -277,17 +303,56 @@ impl Engine {
             }
         }
         let (runner, node, walk) = (&self.runner, self.node_id, self.prefill);
+        let (stats, sessions, mut aside) = (&mut self.stats, &mut self.sessions, false);
+        let (eos, max_len) = (&self.model.eos, self.limits.max_model_len as usize);
+        let mut ended = Vec::new();
         self.scheduler.fill(&mut self.requests, &mut self.turns, &self.held, |request| {
-            let joined = skip_cached_prefix(runner.resources(), request, node, walk);
-            if let Err(e) = &joined {
-                failed.push((request.rid, Failure::new(e.kind().into(), e.to_string())));
+            if request.arriving.is_some() {
+                // The last token that came with it may have been its last.
+                if let Some(reason) = request.finish_reason(eos, max_len) {
+                    ended.push((request.rid, reason));
+                    return Join::Gone;
+                }
+                let arrived = arrive(runner.resources(), request, node, walk);
+                let join = arrived.unwrap_or_else(|why| {
+                    failed.push((request.rid, Failure::new(ErrorKind::Internal, why)));
+                    Join::Gone
+                });
+                aside |= join == Join::Aside;
+                return join;
             }
-            joined.is_ok()
+            let (join, is_back) = bring_back(runner.resources(), request);
+            stats.reloads += u64::from(is_back);
+            if join == Join::Waits {
+                return join;
+            }
+            sessions::resume(runner.resources(), sessions, request);
+            match skip_cached_prefix(runner.resources(), request, node, walk) {
+                Ok(()) => Join::Runs,
+                Err(e) => {
+                    failed.push((request.rid, Failure::new(e.kind().into(), e.to_string())));
+                    Join::Gone
+                }
+            }
         });
         for (rid, why) in failed {
             self.fail(rid, &why);
         }
+        for (rid, reason) in ended {
+            let usage = self.requests.get(rid).map(Tracked::usage).unwrap_or_default();
+            self.forget(rid);
+            self.events.push(Event::Finished(rid, reason, usage));
+        }
+        if self.turns.is_empty() && aside {
+            // Nothing can run before a read has ended.
+            std::thread::sleep(Duration::from_micros(200));
+        }
         if self.turns.is_empty() {
+            // Nobody runs whose end could make room for those that are off the device.
+            let is_stuck = self.held.is_empty() && self.scheduler.running() == 0;
+            if is_stuck && self.recall().is_some() {
+                return self.next_step();
+            }
             return None;
         }
         let mut step = self.spare.pop()?;
@@ -426,8 +491,19 @@ impl Engine {
             let max_len = self.limits.max_model_len as usize;
             if let Some(reason) = request.finish_reason(&self.model.eos, max_len) {
                 let usage = request.usage();
+                self.retain_session(rid);
                 self.forget(rid);
                 self.events.push(Event::Finished(rid, reason, usage));
+                continue;
+            }
+            if request.hand_over_after.is_some_and(|n| request.generated() >= n as usize) {
+                match self.hand_over(rid) {
+                    Ok(handover) => {
+                        self.forget(rid);
+                        self.events.push(Event::HandedOver(rid, Box::new(handover)));
+                    }
+                    Err(e) => self.fail(rid, &Failure::from(&e)),
+                }
             }
         }
     }

@@ -7,6 +7,7 @@ use model::Score;
 pub use model::{FinishReason, GenerateRequest, Token, Usage};
 use resource_api::{LabelId, RequestId};
 
+use crate::engine::{Arriving, Handover};
 use crate::error::ErrorKind;
 use crate::labels::StreamLabels;
 
@@ -20,6 +21,8 @@ pub enum Event {
     Token(RequestId, Token),
     /// The request ended well; it is gone from the engine.
     Finished(RequestId, FinishReason, Usage),
+    /// The request is to go on in another engine; it is gone from this one.
+    HandedOver(RequestId, Box<Handover>),
     /// The request failed; it is gone from the engine.
     Failed(RequestId, Failure),
 }
@@ -31,6 +34,7 @@ impl Event {
             Self::Prompt(rid, _)
             | Self::Token(rid, _)
             | Self::Finished(rid, ..)
+            | Self::HandedOver(rid, _)
             | Self::Failed(rid, _) => *rid,
         }
     }
@@ -78,12 +82,20 @@ pub(crate) struct Tracked {
     pub cached: usize,
     /// Whether the cached prefix has been asked for since it last started from nothing.
     pub prefix_resolved: bool,
+    /// Whether its state is off the device.
+    pub offloaded: bool,
     pub max_tokens: u32,
     pub ignore_eos: bool,
     pub stop_token_ids: Vec<u32>,
     pub logprobs: Option<u32>,
     /// Its streams, where they are not `main` alone.
     pub labels: Option<Box<StreamLabels>>,
+    /// See [`GenerateRequest::session`].
+    pub session: Option<String>,
+    /// What it waits for that comes from another engine.
+    pub arriving: Option<Arriving>,
+    /// See [`crate::engine::Relay::after`].
+    pub hand_over_after: Option<u32>,
     /// Where the log-probabilities of the prompt were asked for and have not been told yet.
     pub prompt: Option<ScoredPrompt>,
 }
@@ -249,12 +261,16 @@ mod tests {
             in_step: 0,
             cached: 0,
             prefix_resolved: false,
+            offloaded: false,
             max_tokens: 2,
             ignore_eos: false,
             stop_token_ids: vec![],
             logprobs: None,
             labels: None,
             prompt: None,
+            session: None,
+            arriving: None,
+            hand_over_after: None,
         }
     }
 

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use resource_api::host::HostServices;
 use resource_api::{
     BuiltResource, Capability, DType, Device, EngineLimits, EngineResourceInfo, HostServicesHandle,
-    NodeResourceSpec, Offered, Resource, ResourceHandle,
+    NodeResourceSpec, Offered, Resource, ResourceHandle, TransferEngineInfo,
 };
 
 use crate::error::{Error, ErrorKind, Result};
@@ -71,6 +71,8 @@ pub struct BuildInfo {
     pub kv_dtype: DType,
     /// Whether state may have to move to other workers.
     pub needs_remote_transfer: bool,
+    /// How it does.
+    pub transfer: Option<TransferEngineInfo>,
     /// Limits that pools are sized by.
     pub limits: EngineLimits,
     /// Whether what a request gets may not depend on what runs beside it.
@@ -140,6 +142,7 @@ impl ResourceSet {
         let mut offer = EngineResourceInfo::new(info.device, host.clone());
         offer.kv_dtype = info.kv_dtype;
         offer.needs_remote_transfer = info.needs_remote_transfer;
+        offer.transfer_engine_info.clone_from(&info.transfer);
         offer.limits = info.limits;
         offer.batch_invariant = info.batch_invariant;
         offer.index = self.entries.len() as u32;

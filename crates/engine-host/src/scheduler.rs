@@ -26,7 +26,20 @@ pub(crate) struct Turn {
     pub span: usize,
 }
 
-/// The queues. Every running request is older than every waiting one.
+/// What comes of a request whose turn to start it is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Join {
+    Runs,
+    /// It has failed and is gone.
+    Gone,
+    /// There is no room for its state yet, and nobody passes it.
+    Waits,
+    /// Its state is on the way; others may start before it.
+    Aside,
+}
+
+/// The queues. Every running request is older than every waiting one, but for those whose state is on the
+/// way from elsewhere.
 #[derive(Debug)]
 pub(crate) struct Scheduler {
     limits: Limits,
@@ -37,11 +50,25 @@ pub(crate) struct Scheduler {
     /// A request gave way for lack of room. Nobody joins until one has ended: trying every step
     /// anew would only churn.
     full: bool,
+    /// Whether a request waits for another one that is computing what both begin with.
+    pub share_beginnings: bool,
 }
+
+/// Tokens that make it worth a wait that another request computes them.
+const WORTH_WAITING: usize = 32;
+
+/// Most requests that are passed over in one step.
+const MOST_ASIDE: usize = 1024;
 
 impl Scheduler {
     pub fn new(limits: Limits) -> Self {
-        Self { limits, waiting: VecDeque::new(), running: Vec::new(), full: false }
+        Self {
+            limits,
+            waiting: VecDeque::new(),
+            running: Vec::new(),
+            full: false,
+            share_beginnings: false,
+        }
     }
 
     pub fn enqueue(&mut self, rid: RequestId) {
@@ -60,26 +87,56 @@ impl Scheduler {
         self.running.len()
     }
 
-    /// Lays out the next step in `turns`, without the requests of `held`. `join` prepares a request that starts to run (its cached
-    /// prefix); `false` means that it has failed and is gone.
+    /// Lays out the next step in `turns`, without the requests of `held`. `join` prepares a request that starts to run: its state
+    /// that is off the device, its cached prefix.
     pub fn fill(
         &mut self,
         requests: &mut Requests,
         turns: &mut Vec<Turn>,
         held: &[RequestId],
-        mut join: impl FnMut(&mut Tracked) -> bool,
+        mut join: impl FnMut(&mut Tracked) -> Join,
     ) {
         let share = |rid| requests.get(rid).map_or((0, 1), |r| (r.pending(), r.width()));
         let mut budget = self.take_running(turns, held, share);
+        let mut at = 0;
         while budget > 0 && !self.full && self.running.len() < self.limits.max_batch {
-            let Some(rid) = self.waiting.pop_front() else { return };
-            let Some(request) = requests.get_mut(rid) else { continue };
-            if !join(request) {
+            let Some(&rid) = self.waiting.get(at).filter(|_| at < MOST_ASIDE) else { return };
+            if self.share_beginnings && self.is_being_computed(requests, rid) {
+                at += 1;
                 continue;
             }
-            self.running.push(rid);
-            take(turns, &mut budget, rid, (request.pending(), request.width()));
+            let join = requests.get_mut(rid).map_or(Join::Gone, &mut join);
+            match join {
+                Join::Runs => {
+                    self.waiting.remove(at);
+                    self.running.push(rid);
+                    let share = requests.get(rid).map_or((0, 1), |r| (r.pending(), r.width()));
+                    take(turns, &mut budget, rid, share);
+                }
+                Join::Gone => drop(self.waiting.remove(at)),
+                Join::Aside => at += 1,
+                Join::Waits => {
+                    // Room comes when a running one ends.
+                    self.full = !self.running.is_empty();
+                    return;
+                }
+            }
         }
+    }
+
+    /// Whether a running request is about to compute tokens that this one begins with, too: those will be
+    /// cached then.
+    fn is_being_computed(&self, requests: &Requests, rid: RequestId) -> bool {
+        let begins = |r: &&Tracked| r.computed == 0 && r.arriving.is_none();
+        let Some(request) = requests.get(rid).filter(begins) else { return false };
+        let most = request.tokens.len() - 1;
+        self.running.iter().filter_map(|&rid| requests.get(rid)).any(|other| {
+            let next = other.computed..(other.computed + WORTH_WAITING);
+            // The new tokens first: they differ most often.
+            next.end <= other.prompt_len.min(most)
+                && request.tokens[next.clone()] == other.tokens[next]
+                && request.tokens[..other.computed] == other.tokens[..other.computed]
+        })
     }
 
     /// Lays out in `turns` the step after the present one, for when nothing unexpected happens:
@@ -128,6 +185,19 @@ impl Scheduler {
         self.waiting.push_front(rid);
         self.full = true;
         Some(rid)
+    }
+
+    /// Has all running requests wait, in front of the others; they may join again at once.
+    pub fn stand_aside(&mut self) -> Vec<RequestId> {
+        let running = std::mem::take(&mut self.running);
+        running.iter().rev().for_each(|&rid| self.waiting.push_front(rid));
+        self.full = false;
+        running
+    }
+
+    /// Those that wait, the youngest first.
+    pub fn youngest_first(&self) -> impl Iterator<Item = RequestId> + '_ {
+        self.waiting.iter().rev().copied()
     }
 
     /// Lets requests join again before one has ended.
@@ -182,12 +252,16 @@ mod tests {
                     in_step: 0,
                     cached: 0,
                     prefix_resolved: false,
+                    offloaded: false,
                     max_tokens: 100,
                     ignore_eos: true,
                     stop_token_ids: vec![],
                     logprobs: None,
                     labels: None,
                     prompt: None,
+                    session: None,
+                    arriving: None,
+                    hand_over_after: None,
                 });
                 scheduler.enqueue(rid);
             }
@@ -196,7 +270,7 @@ mod tests {
 
         /// Spans of the next step by request slot, after running it.
         fn step(&mut self) -> Vec<(u32, usize)> {
-            self.scheduler.fill(&mut self.requests, &mut self.turns, &[], |_| true);
+            self.scheduler.fill(&mut self.requests, &mut self.turns, &[], |_| Join::Runs);
             let turns = self.turns.iter().map(|t| (t.rid.slot, t.span)).collect();
             for turn in &self.turns {
                 let request = self.requests.get_mut(turn.rid).unwrap();

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use device::{Activations, PackOptions};
 use model::{CudaDecoder, Decoder, ModelConfig, ModelPackage, Node};
-use resource_api::{DType, Device, EngineLimits, NodeResourceSpec};
+use resource_api::{DType, Device, EngineLimits, NodeResourceSpec, TransferEngineInfo};
 use serde_json::{Map, Value};
 
 use crate::checkpoint::{self, Arithmetic};
@@ -166,7 +166,11 @@ fn build(
     let info = BuildInfo {
         device,
         kv_dtype: DType::parse(config.engine.kv_dtype.name()).unwrap_or(DType::BF16),
-        needs_remote_transfer: false,
+        needs_remote_transfer: config.engine.transfer != config::TransferEngine::Off,
+        transfer: config.engine.transfer.name().map(|engine| TransferEngineInfo {
+            engine: engine.into(),
+            endpoint: config.engine.transfer_directory.to_string_lossy().into_owned(),
+        }),
         limits,
         batch_invariant: config.engine.batch_invariant,
     };
@@ -183,6 +187,7 @@ fn build(
     };
     let mut engine = Engine::new(node, resources, services, facts, limits)?;
     engine.plan_ahead(config.engine.preplan)?;
+    engine.set_relief(&config.engine.pressure);
     let limit = Duration::from_secs(config.engine.watchdog);
     engine.watch_calls((!limit.is_zero()).then_some(limit))?;
     for (key, resource) in &config.resources {

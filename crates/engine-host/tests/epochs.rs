@@ -62,6 +62,7 @@ fn a_step_that_fails_completes_its_epoch_like_one_that_runs() {
         kv_dtype: DType::F32,
         needs_remote_transfer: false,
         batch_invariant: false,
+        transfer: None,
         limits,
     };
     let set = ResourceSet::build(&Registry::default(), vec![], &info, services.clone()).unwrap();

@@ -66,7 +66,7 @@ fn failures(engine: &mut Engine) -> Vec<String> {
         for event in engine.step() {
             match event {
                 Event::Failed(_, why) => failed.push(why.message.clone()),
-                Event::Finished(..) => panic!("nobody can finish"),
+                Event::Finished(..) | Event::HandedOver(..) => panic!("nobody can finish"),
                 Event::Token(..) | Event::Prompt(..) => {}
             }
         }
@@ -139,6 +139,7 @@ fn another_thread_cancels_while_steps_run() {
                 Event::Token(rid, _) => assert_eq!(*rid, keep),
                 Event::Prompt(..) => {}
                 Event::Finished(rid, ..) => finished = *rid == keep,
+                Event::HandedOver(..) => panic!("nobody asked for that"),
                 Event::Failed(_, why) => panic!("{why}"),
             }
         }

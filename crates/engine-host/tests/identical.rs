@@ -1,5 +1,6 @@
 //! A request's tokens and log-probabilities do not depend on how its work is cut into steps, on what
-//! runs beside it, on planning ahead, or on having given way: bit for bit.
+//! runs beside it, on planning ahead, on having given way, or on where its cache has been meanwhile: bit
+//! for bit.
 
 mod support;
 
@@ -112,4 +113,107 @@ fn others_that_are_cancelled_at_any_time() {
     }
     assert_eq!(got, want);
     assert_clean(&engine);
+}
+
+/// With prefixes cached and these tiers.
+fn tiered(lines: &str, pages: u32, tiers: &str) -> Engine {
+    let lines = format!("kv_dtype = \"f32\"\nmax_model_len = 160\n{lines}");
+    load(&config(&lines, &format!("pages = {pages}\n{tiers}"))).engine
+}
+
+fn file_tier(dir: &tempfile::TempDir, host_pages: u32) -> String {
+    let file = dir.path().join("pages");
+    format!("host_pages = {host_pages}\ndisk_file = {file:?}\ndisk_size = \"1GiB\"")
+}
+
+/// The same tokens, however much of the prompts was cached.
+fn assert_same(got: &[Done], want: &[Done], how: &str) {
+    for (got, want) in got.iter().zip(want) {
+        assert_eq!((&got.tokens, &got.failure), (&want.tokens, &want.failure), "{how}");
+    }
+}
+
+/// Runs the requests, and has all that run leave the device before every step.
+fn run_moving(engine: &mut Engine) -> Vec<Done> {
+    let rids: Vec<_> = requests().into_iter().map(|r| engine.submit(r).unwrap()).collect();
+    let mut got: Vec<Done> = rids.iter().map(|_| Done::default()).collect();
+    let mut steps = 0;
+    while !engine.is_idle() {
+        engine.offload_running();
+        for event in engine.step() {
+            take_event(&rids, &mut got, event);
+        }
+        steps += 1;
+        assert!(steps < 1000, "the engine makes no progress");
+    }
+    assert_eq!(engine.stats().preemptions, 0, "nobody is computed again");
+    got
+}
+
+#[test]
+fn leaving_the_device_before_every_step() {
+    let want = run(&mut engine("preplan = false", 1024), requests());
+    let dir = tempfile::tempdir().unwrap();
+    for (tiers, preplan) in [
+        ("host_pages = 512\nprefix_cache = false".to_string(), true),
+        ("host_pages = 512".to_string(), false),
+        (file_tier(&dir, 0), true),
+        (file_tier(&dir, 3), true),
+    ] {
+        let mut engine = tiered(&format!("preplan = {preplan}"), 256, &tiers);
+        assert_same(&run_moving(&mut engine), &want, &tiers);
+        let stats = engine.stats();
+        assert!(stats.offloads >= 20, "{tiers}: {stats:?}");
+        assert_eq!(stats.offloads, stats.reloads, "{tiers}");
+        assert_clean(&engine);
+    }
+}
+
+#[test]
+fn pools_too_small_with_host_memory_behind_them() {
+    let want = run(&mut engine("preplan = false", 1024), requests());
+    for (pages, tiers) in [(9, "host_pages = 200"), (14, "host_pages = 9"), (9, "host_pages = 1")] {
+        let mut engine = tiered("max_batch = 4", pages, tiers);
+        assert_same(&run(&mut engine, requests()), &want, &format!("{pages} pages, {tiers}"));
+        let stats = engine.stats();
+        assert!(stats.offloads + stats.preemptions > 0, "nobody gave way");
+        assert_eq!(stats.offloads > 0, tiers != "host_pages = 1", "{tiers}: {stats:?}");
+        assert_clean(&engine);
+    }
+    // By the configuration, too, requests are computed again.
+    let lines = "max_batch = 4\npressure = [\"evict\", \"recompute\"]";
+    let mut engine = tiered(lines, 9, "host_pages = 200");
+    assert_same(&run(&mut engine, requests()), &want, lines);
+    assert_eq!((engine.stats().offloads, engine.stats().preemptions > 0), (0, true));
+}
+
+#[test]
+fn prompts_that_come_back_from_a_file_after_a_restart() {
+    let want = run(&mut engine("preplan = false", 1024), requests());
+    let dir = tempfile::tempdir().unwrap();
+    let mut engine = tiered("", 9, &file_tier(&dir, 0));
+    assert_same(&run(&mut engine, requests()), &want, "cold");
+    drop(engine);
+    let mut engine = tiered("", 64, &file_tier(&dir, 0));
+    let got = run(&mut engine, requests());
+    assert_same(&got, &want, "after a restart");
+    let cached = |done: &Done| done.end.map_or(0, |(_, usage)| usage.cached_tokens);
+    assert!(got.iter().map(cached).sum::<u32>() > 0, "nothing was found again");
+    assert_clean(&engine);
+}
+
+#[test]
+fn a_common_beginning_is_computed_once() {
+    let common: Vec<u32> = reference()[0].prompt_ids.iter().cycle().take(100).copied().collect();
+    let request = |i: u32| greedy([common.clone(), vec![40 + i, 50 + i]].concat(), 3);
+    let all = || (0..12).map(request).collect::<Vec<_>>();
+    let want = run(&mut engine("", 1024), all());
+    for chunk in [24, 512] {
+        let mut engine = tiered(&format!("max_batch_tokens = {chunk}"), 256, "");
+        assert_same(&run(&mut engine, all()), &want, "shared");
+        // Once what is common in whole pages (6 of 16), and of each what comes after.
+        let tail = 102 - 96;
+        assert!(engine.stats().prefill_tokens <= 96 + 12 * (tail + 2), "{:?}", engine.stats());
+        assert_clean(&engine);
+    }
 }

@@ -34,6 +34,9 @@ pub struct GenerateRequest {
     pub overrides: BTreeMap<String, Map<String, Value>>,
     /// Only requests with the same salt read what caches hold of each other's prompts.
     pub cache_salt: String,
+    /// Name of the session that the request goes on with, and that what it computes is kept for. Where its
+    /// tokens differ from the session's it is computed from there on.
+    pub session: Option<String>,
     /// The streams that its tokens go to; default: `main`.
     pub labels: RequestLabels,
 }

@@ -48,6 +48,7 @@
 //! | `ingest_request`, `admit_retrieve`, `resolve_cached_prefix`, `apply_cached_prefix`, `extend_prefix_chain`, `reset_request`, `remove_request(s)` | main | step methods of other requests' steps | briefly |
 //! | `admit`, `rollback_admit`, `plan`, `commit`, `on_outputs` with a live context | step | main-thread methods, pre-planning of the next step, capability calls | no |
 //! | `admit`, `rollback_admit`, `plan` with `ctx.is_preplan()`, `clear_preplan` | plan | the step that runs | no |
+//! | `retain_session`, `adopt_session`, `remove_session` | main | steps of other requests | briefly |
 //! | `publish*` | main | steps of other requests | briefly |
 //! | `offload`, `reload`, `reclaimable`, `is_offloaded`, `can_reload`, `get_offload_priority` | main | steps of other requests | on copies |
 //! | `inspect` | any | everything | briefly |

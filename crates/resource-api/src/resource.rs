@@ -283,6 +283,26 @@ pub trait Resource: Send + Sync {
     fn reload(&self, _rid: RequestId) -> Result<bool> {
         Ok(true)
     }
+
+    // --- sessions: main thread ---------------------------------------------------------------
+
+    /// Keeps what a request has, for a later one, under the name of a session; what had that name goes.
+    /// The request is empty then. A resource may forget sessions when it needs their room.
+    fn retain_session(&self, _rid: RequestId, _session: &str) -> Result<()> {
+        Ok(())
+    }
+
+    /// Makes the first `len` tokens that a session has the beginning of a request that has none yet. The
+    /// session is gone then. Answers how many tokens the request has, 0 for a session that is not here;
+    /// `None` leaves that to other resources.
+    fn adopt_session(&self, _rid: RequestId, _session: &str, _len: u32) -> Result<Option<u32>> {
+        Ok(None)
+    }
+
+    /// Forgets a session. Unknown ones are accepted.
+    fn remove_session(&self, _session: &str) -> Result<()> {
+        Ok(())
+    }
 }
 
 /// For one label: the walk that writes the keyed span and the one that decodes after it.

@@ -53,6 +53,22 @@ impl State {
                 "pages": self.pool.indexed(),
                 "smallest": facts.page_size,
             },
+            "tiers": self.tiers.usage().map(|(name, of)| json!({
+                "name": name,
+                "pages": of.slots,
+                "free": of.free,
+                "cached": of.idle,
+                "held": of.held,
+            })).collect::<Vec<_>>(),
+            "away": self.journeys.len(),
+            "sessions": self.sessions.len(),
+            "quarantined": self.handovers.quarantined(),
+            "published": shared.transfer.as_ref().and_then(|t| t.usage()).map(|(free, leases)| {
+                json!({ "pages_free": free, "leases": leases })
+            }),
+            "spilled": self.tiers.spilled,
+            "restored": self.tiers.restored,
+            "tier_failures": self.tiers.failures,
             "page_size": facts.page_size,
             "max_seq_len": facts.max_seq_len,
             "dtype": facts.dtype.name(),
@@ -68,7 +84,8 @@ impl State {
         let held = self.requests.iter().flat_map(|(_, s)| &s.pages);
         let copies = self.steps.iter().flat_map(|r| &r.copies).flat_map(|c| &c.pages);
         let leases = self.requests.chains().flat_map(|c| &c.lease);
-        for &page in held.chain(copies).chain(leases) {
+        let away = self.journeys.pages().chain(self.sessions.pages());
+        for &page in held.chain(copies).chain(leases).chain(away).chain(self.handovers.pages()) {
             *owners.entry(page).or_default() += 1;
         }
         let fault = |what: String| Err(ResourceError::internal(what));
@@ -123,12 +140,14 @@ impl State {
         if listed != counted {
             return fault(format!("{listed} pages are free, {counted} are counted"));
         }
+        self.tiers.check(self.journeys.slots())?;
         self.requests.iter().try_for_each(|(id, s)| self.check_stream(id, s))
     }
 
     fn check_stream(&self, id: StreamId, s: &crate::stream::Stream) -> Result<()> {
         let size = self.page_size();
         let what = match () {
+            _ if self.journeys.is_away(id.request) => return Ok(()),
             _ if u64::from(s.held()) * u64::from(size) < u64::from(s.len) => "pages for its tokens",
             _ if s.in_flight == 0 && (s.pending > 0 || s.rewriters > 0) => {
                 "step for what is pending"

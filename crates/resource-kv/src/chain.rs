@@ -232,6 +232,19 @@ impl Chain {
         }
     }
 
+    /// Whole pages of a stream of `len` tokens that have keys.
+    pub(crate) fn keyed_pages(&self, len: u32) -> u32 {
+        if self.keyed { self.whole_pages(len) } else { 0 }
+    }
+
+    /// The stream has come to hold `len` tokens without steps: the request's own from the first on,
+    /// unless some in front were released.
+    pub(crate) fn take_over(&mut self, len: u32, is_trimmed: bool) {
+        (self.holds, self.indexed) = (self.keyed && !is_trimmed, 0);
+        self.tip_is_own = true;
+        self.behind |= len > self.tokens.len();
+    }
+
     /// Makes sure that the links of the first `pages` pages, which are whole, are there.
     pub(crate) fn extend_links(&mut self, pages: u32) {
         let size = self.page_size as usize;

@@ -20,6 +20,10 @@
 //! | `stream` | streams of requests |
 //! | `step`, `rows` | what a step in flight has reserved; its segments as columns |
 //! | `state` | all of that under one lock: requests come and go |
+//! | `tiers` | pages in host memory and in a file |
+//! | `offload`, `spill` | requests, and cached pages, that go there and come back |
+//! | `handover` | streams that go to another worker or come from one |
+//! | `sessions` | streams that outlive their request |
 //! | `admit`, `reserve`, `undo` | taking what a step needs, all or nothing, and giving it back |
 //! | `plan`, `commit` | laying a step out, and making it part of its streams |
 //! | `seats` | page tables that stay from step to step |
@@ -35,9 +39,11 @@ mod cache;
 mod chain;
 mod commit;
 mod geometry;
+mod handover;
 mod index;
 mod keys;
 mod memory;
+mod offload;
 mod plan;
 mod pool;
 mod prefix;
@@ -45,10 +51,13 @@ mod reserve;
 mod resource;
 mod rows;
 mod seats;
+mod sessions;
 mod spec;
+mod spill;
 mod state;
 mod step;
 mod stream;
+mod tiers;
 mod tokens;
 mod undo;
 

@@ -6,8 +6,8 @@ mod host;
 use std::ops::Range;
 
 use resource_api::{
-    EngineResourceInfo, HostServicesHandle, KvFacts, KvGroup, KvLayer, KvPlan, Result, StepContext,
-    TensorView, TensorViewMut,
+    EngineResourceInfo, HostServicesHandle, KvFacts, KvGroup, KvLayer, KvPlan, ResourceError,
+    Result, StepContext, TensorView, TensorViewMut,
 };
 
 use self::cuda::CudaMemory;
@@ -109,6 +109,32 @@ impl KvMemory {
         }
     }
 
+    /// Hands out the bytes of page `page`, all layers.
+    ///
+    /// # Errors
+    /// `UNSUPPORTED` on a device.
+    pub(crate) fn read_page(
+        &self,
+        page: u32,
+        take: &mut dyn FnMut(&[u8]) -> Result<()>,
+    ) -> Result<()> {
+        match self {
+            Self::Host(memory) => memory.read_page(page, take),
+            Self::Cuda(_) => Err(not_on_a_device()),
+        }
+    }
+
+    /// Stores what [`KvMemory::read_page`] handed out.
+    ///
+    /// # Errors
+    /// As there; `INTERNAL` for bytes that are not one page.
+    pub(crate) fn write_page(&self, page: u32, bytes: &[u8]) -> Result<()> {
+        match self {
+            Self::Host(memory) => memory.write_page(page, bytes),
+            Self::Cuda(_) => Err(not_on_a_device()),
+        }
+    }
+
     /// The paged layer, as tensors `[pages, slots, heads, dim]`.
     ///
     /// # Errors
@@ -119,4 +145,9 @@ impl KvMemory {
             Self::Cuda(memory) => memory.layer(layer),
         }
     }
+}
+
+/// Copies between a device and the host are not there yet.
+fn not_on_a_device() -> ResourceError {
+    ResourceError::unsupported("pages of a CUDA device do not leave it yet")
 }

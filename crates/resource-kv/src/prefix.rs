@@ -11,7 +11,7 @@ use resource_api::{
 };
 
 use crate::chain::Chain;
-use crate::keys::{Link, root};
+use crate::keys::{Key, Link, root};
 use crate::state::{Shared, State};
 use crate::stream::StreamId;
 
@@ -151,12 +151,33 @@ impl State {
                 break;
             }
         }
+        if (lease.len() as u32) < most && !self.tiers.is_empty() {
+            let missing: Vec<Key> = chain.keys(lease.len() as u32, most).collect();
+            self.lease_from_tiers(shared, &missing, &mut lease);
+        }
         let found = lease.len() as u32;
-        chain.lease = lease;
+        if let Some(chain) = self.requests.chain_mut(request) {
+            chain.lease = lease;
+        }
         self.prefix_use.lookups += 1;
         self.prefix_use.hits += u64::from(found > 0);
         self.prefix_use.hit_tokens += u64::from(found * prefix.page_size);
         (found > 0).then_some(found * prefix.page_size)
+    }
+
+    /// Goes on with a lease for as long as the pool or a tier has the pages with these keys.
+    pub(crate) fn lease_from_tiers(&mut self, shared: &Shared, keys: &[Key], lease: &mut Vec<u32>) {
+        for &key in keys {
+            let page = match self.pool.find(key) {
+                Some(page) => {
+                    self.pool.retain(page);
+                    Some(page)
+                }
+                None => self.restore(shared, key),
+            };
+            let Some(page) = page else { break };
+            lease.push(page);
+        }
     }
 
     /// Makes the first `matched` cached tokens the beginning of the request's stream and returns the
@@ -277,6 +298,10 @@ impl State {
                 continue;
             }
             let whole = chain.whole_pages(stream.len);
+            // The request may be off the device.
+            if (stream.held() as usize) < whole as usize {
+                continue;
+            }
             chain.extend_links(whole);
             chain.keys(chain.indexed.min(whole), whole).for_each(|key| pool.warm(key));
             // Where another page has a parent's key it may have been evicted since: then the stream's
@@ -314,7 +339,7 @@ impl State {
     pub(crate) fn take_one(&mut self, shared: &Shared) -> Option<u32> {
         let completed = shared.completed_epoch();
         self.pool.settle(completed);
-        if self.pool.ready() == 0 && !self.pool.evict(1, completed) {
+        if self.pool.ready() == 0 && !self.make_ready(shared, 1) {
             return None;
         }
         let mut page = std::mem::take(&mut self.outgoing);

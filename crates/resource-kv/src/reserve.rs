@@ -55,7 +55,6 @@ impl State {
         record: &mut StepRecord,
     ) -> Pass {
         self.admissions += 1;
-        let ready = self.pool.ready();
         let mut need = Need::default();
         let (pre, post): (&[Fork], &[Fork]) =
             options.map_or((&[], &[]), |o| (&o.pre_forks, &o.post_forks));
@@ -78,11 +77,12 @@ impl State {
             record.combined.extend_from_slice(&options.combined_labels);
             check_combined(&record.rows, &record.combined)?;
         }
-        match need.short_at {
-            Some(id) if !self.evict_for(shared, need.pages - u64::from(ready)) => {
-                return Err(self.refuse(&need, id));
+        if let Some(id) = need.short_at {
+            while !self.evict_for(shared, need.pages.saturating_sub(self.pool.ready().into())) {
+                if !self.drop_oldest_session(shared) {
+                    return Err(self.refuse(&need, id));
+                }
             }
-            _ => {}
         }
         self.take(shared, record);
         Ok(())
@@ -93,7 +93,7 @@ impl State {
         let cached = self.pool.cached();
         match u32::try_from(pages) {
             Ok(pages) if pages <= cached => {
-                let evicted = self.pool.evict(pages, shared.completed_epoch());
+                let evicted = self.make_ready(shared, pages);
                 self.untold_evictions += if evicted { pages.into() } else { 0 };
                 evicted
             }
@@ -191,6 +191,9 @@ impl State {
             record.rows.set(row, Target::Sink, 0);
             return Ok(());
         }
+        if self.journeys.is_away(request) {
+            return Err(offloading(id));
+        }
         if self.requests.get(id).is_none() {
             if span == 0 {
                 record.rows.set(row, Target::Nothing, 0);
@@ -275,6 +278,9 @@ impl State {
                 fork.request_id, fork.to.0
             ))
             .into());
+        }
+        if self.journeys.is_away(fork.request_id) {
+            return Err(offloading(source));
         }
         let busy = |id| self.requests.get(id).is_some_and(|s| s.in_flight > 0);
         if busy(source) || busy(target) {
@@ -403,6 +409,12 @@ impl State {
 fn deferred(id: StreamId) -> Refusal {
     let reason = FailureReason::ADMISSION_DEFERRED;
     let why = "a step in flight uses a stream that is to be copied, or rewrites one of this step's";
+    Refusal::Outcome(AdmitOutcome::refused(reason, id.request, id.label).with_message(why))
+}
+
+fn offloading(id: StreamId) -> Refusal {
+    let reason = FailureReason::REQUEST_OFFLOADING;
+    let why = "the request is off the device; reload it first";
     Refusal::Outcome(AdmitOutcome::refused(reason, id.request, id.label).with_message(why))
 }
 

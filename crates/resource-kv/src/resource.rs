@@ -7,13 +7,14 @@ use resource_api::host::level;
 use resource_api::{
     AdmitOutcome, Capability, EngineResourceInfo, Exclusive, HostServices, KvCacheHandle, KvFacts,
     KvPlan, LabelId, NodeId, NodeResourceSpec, Plan, PlanSlots, PrefixInputs, PrefixWalk,
-    RequestId, RequestOverrides, Resource, ResourceError, ResourceKind, ResourceStep, Result,
-    StepContext, StepId, TypedRef, WalkId,
+    PublishedInfo, RequestId, RequestOverrides, Resource, ResourceError, ResourceKind,
+    ResourceStep, Result, StepContext, StepId, TypedRef, WalkId,
 };
 
 use crate::board::Board;
 use crate::chain::Chain;
 use crate::geometry::{PageSize, lay_out, total_bytes};
+use crate::handover::Transfer;
 use crate::memory::KvMemory;
 use crate::prefix::Prefix;
 use crate::spec::{KvSpec, within};
@@ -30,12 +31,16 @@ pub struct Kv {
     /// The salt of the prefix cache, where the settings want one.
     prefix_salt: Option<String>,
     _budget: Budget,
+    _tier_budget: Option<Budget>,
 }
 
 impl Kv {
     /// Runs `f` under the lock and shows the outside how many pages are free then.
     pub(crate) fn with_state<R>(&self, f: impl FnOnce(&mut State, &Shared) -> R) -> R {
         let mut state = self.state.lock();
+        if state.handovers.has_orphans() {
+            state.settle_reads(&self.shared);
+        }
         let result = f(&mut state, &self.shared);
         self.shared.board.set_free(state.pool.unowned());
         result
@@ -50,8 +55,12 @@ impl Kv {
         let num_pages = settings.num_pages(&shape, info.limits.max_batch, page_bytes, free)?;
         let facts = lay_out(&shape, num_pages)?;
         let budget = Budget::take(&info.host, info.device, total_bytes(&facts))?;
+        let layout = String::from_utf8_lossy(&fingerprint(&facts, "")).into_owned();
+        let transfer = Transfer::new(info, settings.transfer(num_pages)?, page_bytes, layout)?;
+        let tiers = settings.tiers(page_bytes, info)?;
         let memory = KvMemory::new(facts, info)?;
-        let state = State::new(&facts, info.limits.max_batch)?;
+        let mut state = State::new(&facts, info.limits.max_batch)?;
+        state.tiers = tiers.0;
         let tokens = u64::from(num_pages - 1) * u64::from(facts.page_size);
         let message = format!(
             "{}: {num_pages} pages of {} tokens, {} MiB of {}",
@@ -74,7 +83,8 @@ impl Kv {
                 key: spec.resource_key.clone(),
                 facts,
                 page_size: PageSize::new(facts.page_size),
-                memory,
+                memory: Arc::new(memory),
+                transfer,
                 board: Board::new(),
                 host: info.host.clone(),
                 prefix: OnceLock::new(),
@@ -84,6 +94,7 @@ impl Kv {
             fingerprint: fingerprint(&facts, &settings.prefix_cache_salt),
             prefix_salt: settings.prefix_cache.then(|| settings.prefix_cache_salt.clone()),
             _budget: budget,
+            _tier_budget: tiers.1,
         };
         kv.with_state(|state, shared| {
             if shared.memory.takes_changes() {
@@ -159,6 +170,21 @@ impl Resource for Kv {
         self.with_state(|state, shared| state.ingest(shared, rid, overrides, chain))
     }
 
+    /// Pages are copied where other workers read them, under the cache's lock.
+    fn publish(&self, rid: RequestId) -> Result<Option<PublishedInfo>> {
+        self.publish_request(rid)
+    }
+
+    fn admit_retrieve(
+        &self,
+        rid: RequestId,
+        _node: NodeId,
+        _walk: WalkId,
+        published: Option<&PublishedInfo>,
+    ) -> Result<AdmitOutcome> {
+        Ok(self.retrieve_request(rid, published))
+    }
+
     fn resolve_cached_prefix(
         &self,
         rid: RequestId,
@@ -221,6 +247,52 @@ impl Resource for Kv {
             std::mem::take(&mut state.untold_evictions)
         });
         self.shared.count("prefix_evictions", evictions);
+        Ok(())
+    }
+
+    fn supports_eviction(&self) -> bool {
+        self.with_state(|state, _| !state.tiers.is_empty())
+    }
+
+    /// In pages.
+    fn reclaimable(&self, rid: RequestId) -> Result<u64> {
+        Ok(self.with_state(|state, _| state.reclaimable(rid)))
+    }
+
+    /// The more pages come free, the better.
+    fn get_offload_priority(&self, rid: RequestId) -> Result<f64> {
+        Ok(self.reclaimable(rid)? as f64)
+    }
+
+    /// In pages.
+    fn offload(&self, rid: RequestId) -> Result<u64> {
+        self.offload_request(rid)
+    }
+
+    fn is_offloaded(&self, rid: RequestId) -> Result<bool> {
+        Ok(self.with_state(|state, _| state.journeys.is_away(rid)))
+    }
+
+    fn can_reload(&self, rid: RequestId) -> Result<bool> {
+        Ok(self.with_state(|state, shared| state.can_reload(shared, rid)))
+    }
+
+    fn reload(&self, rid: RequestId) -> Result<bool> {
+        self.reload_request(rid)
+    }
+
+    fn retain_session(&self, rid: RequestId, session: &str) -> Result<()> {
+        self.with_state(|state, shared| state.retain_session(shared, rid, session)).map(drop)
+    }
+
+    fn adopt_session(&self, rid: RequestId, session: &str, len: u32) -> Result<Option<u32>> {
+        let adopted =
+            self.with_state(|state, shared| state.adopt_session(shared, rid, session, len))?;
+        Ok(Some(adopted.unwrap_or(0)))
+    }
+
+    fn remove_session(&self, session: &str) -> Result<()> {
+        self.with_state(|state, shared| state.remove_session(shared, session));
         Ok(())
     }
 

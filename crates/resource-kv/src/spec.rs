@@ -2,7 +2,9 @@
 
 use resource_api::{DType, EngineResourceInfo, NodeResourceSpec, ResourceError, Result};
 use serde::Deserialize;
+use std::time::Duration;
 
+use crate::handover::TransferSettings;
 use crate::stream::MAX_REQUESTS;
 
 /// Token slots of a page when the settings name none. Smaller than other systems' 128: what a request
@@ -43,6 +45,23 @@ pub struct KvSpec {
     /// Element type, `f32`, `f16` or `bf16`, on a CUDA device also `fp8`; default: the engine's
     /// `kv_dtype`.
     pub dtype: Option<String>,
+    /// Pages of host memory for what the pool has no room for; default none. Excludes `host_memory`.
+    #[serde(alias = "cpu_offload_pages")]
+    pub host_pages: Option<u32>,
+    /// The same as a size, or a share of the host's free memory, as for `memory`.
+    pub host_memory: Option<String>,
+    /// A file for pages that host memory has no room for. It outlives the process: cached prefixes are
+    /// found again. Each process needs its own.
+    pub disk_file: Option<String>,
+    /// Most bytes of that file, such as `"20GiB"`.
+    pub disk_size: Option<String>,
+    /// Pages that can be published for other workers at a time, where the engine has `transfer`; default
+    /// as many as the pool has, at most 4,096.
+    pub transfer_pages: Option<u32>,
+    /// Seconds for which published pages are kept for a reader; default 60.
+    pub transfer_lease: Option<f64>,
+    /// Seconds in which what another worker published must have arrived; default 30.
+    pub transfer_timeout: Option<f64>,
     /// Whether whole pages of finished prompts are kept for requests with the same beginning.
     #[serde(default = "yes")]
     pub prefix_cache: bool,
@@ -132,7 +151,7 @@ impl KvSpec {
             }
             (Some(pages), None) => (u64::from(pages), format!("`pages` is {pages}")),
             (None, Some(text)) => {
-                let pages = memory_bytes(text, free)? / page_bytes;
+                let pages = memory_bytes("memory", text, free)? / page_bytes;
                 (pages, format!("`memory` is \"{text}\" ({free} bytes are free)"))
             }
             (None, None) => {
@@ -153,6 +172,30 @@ impl KvSpec {
         // More than all requests can fill would only cost page metadata.
         let most = u64::from(shape.max_seq_len.div_ceil(shape.page_size)) * u64::from(MAX_REQUESTS);
         Ok(u32::try_from(wanted.min(most.saturating_add(1))).unwrap_or(u32::MAX - 1))
+    }
+}
+
+impl KvSpec {
+    /// What is said of transfers, with defaults.
+    ///
+    /// # Errors
+    /// `INVALID` naming the setting.
+    pub(crate) fn transfer(&self, num_pages: u32) -> Result<TransferSettings> {
+        let seconds = |name: &str, value: Option<f64>, default: f64| {
+            let value = value.unwrap_or(default);
+            let within = Duration::try_from_secs_f64(value).ok().filter(|_| value <= 86_400.0);
+            within.filter(|d| !d.is_zero()).ok_or_else(|| {
+                let what =
+                    format!("`{name}` is {value}; it must be seconds above 0, at most 86400");
+                ResourceError::invalid(what)
+            })
+        };
+        let pages = self.transfer_pages.unwrap_or(num_pages.min(4096));
+        Ok(TransferSettings {
+            pages: at_least_1("transfer_pages", pages)?,
+            lease: seconds("transfer_lease", self.transfer_lease, 60.0)?,
+            timeout: seconds("transfer_timeout", self.transfer_timeout, 30.0)?,
+        })
     }
 }
 
@@ -177,10 +220,10 @@ fn share_of(bytes: u64, percent: u64) -> u64 {
 }
 
 /// Reads `"80%"` (of `free`) or a size such as `"512MiB"`.
-fn memory_bytes(text: &str, free: u64) -> Result<u64> {
+pub(crate) fn memory_bytes(name: &str, text: &str, free: u64) -> Result<u64> {
     let bad = || {
         ResourceError::invalid(format!(
-            "`memory` is \"{text}\"; write a share of the free memory as in \"80%\" (1 to 100), or a \
+            "`{name}` is \"{text}\"; write a share of the free memory as in \"80%\" (1 to 100), or a \
              size as in \"512MiB\" (KiB, MiB, GiB, kB, MB, GB, B)"
         ))
     };

@@ -1,7 +1,7 @@
 //! Everything that the step methods change, under one lock; requests come and go.
 
 use std::ops::Range;
-use std::sync::OnceLock;
+use std::sync::{Arc, OnceLock};
 
 use resource_api::{
     HostServices, HostServicesHandle, KvFacts, LabelId, RequestId, RequestOverrides, ResourceError,
@@ -11,12 +11,16 @@ use resource_api::{
 use crate::board::Board;
 use crate::chain::{Chain, LinkBatch};
 use crate::geometry::PageSize;
+use crate::handover::{Handovers, Transfer};
 use crate::memory::KvMemory;
+use crate::offload::Journeys;
 use crate::pool::PagePool;
 use crate::prefix::Prefix;
 use crate::seats::Seats;
+use crate::sessions::Sessions;
 use crate::step::StepRecord;
 use crate::stream::{MAX_REQUESTS, Requests, StreamId};
+use crate::tiers::Tiers;
 
 /// What needs no lock.
 #[derive(Debug)]
@@ -25,9 +29,12 @@ pub(crate) struct Shared {
     pub(crate) key: String,
     pub(crate) facts: KvFacts,
     pub(crate) page_size: PageSize,
-    pub(crate) memory: KvMemory,
+    /// Shared with reads from other workers, which may outlast their requests.
+    pub(crate) memory: Arc<KvMemory>,
     pub(crate) board: Board,
     pub(crate) host: HostServicesHandle,
+    /// How pages get to other workers and from them.
+    pub(crate) transfer: Option<Transfer>,
     /// Set when the prefix cache is opened.
     pub(crate) prefix: OnceLock<Prefix>,
 }
@@ -91,6 +98,14 @@ pub(crate) struct State {
     pub(crate) prefix_use: PrefixUse,
     /// Evictions that the host's counter lacks: a step does not wait for the host's metrics.
     pub(crate) untold_evictions: u64,
+    /// Pages that are not in the pool.
+    pub(crate) tiers: Tiers,
+    /// Requests whose pages are there.
+    pub(crate) journeys: Journeys,
+    /// What is published, and what arrives.
+    pub(crate) handovers: Handovers,
+    /// Streams without a request.
+    pub(crate) sessions: Sessions,
     page_size: u32,
     tables: u64,
 }
@@ -116,6 +131,10 @@ impl State {
             links: LinkBatch::default(),
             prefix_use: PrefixUse::default(),
             untold_evictions: 0,
+            tiers: Tiers::default(),
+            journeys: Journeys::default(),
+            handovers: Handovers::default(),
+            sessions: Sessions::default(),
             page_size: facts.page_size,
             tables: 0,
         })
@@ -191,6 +210,8 @@ impl State {
             return;
         }
         self.forget(shared, request);
+        self.cancel_journey(shared, request);
+        self.forget_handover(shared, request);
         self.return_lease(shared, request);
         if let Some((_, chain)) = self.requests.main_and_chain(request) {
             chain.restart();
@@ -333,6 +354,12 @@ impl State {
                 resource_api::ErrorKind::NOT_FOUND,
                 format!("request {} has no stream with label {}", id.request, id.label.0),
             )),
+            Some(_) if self.journeys.is_away(id.request) => {
+                Err(ResourceError::wrong_state(format!(
+                    "cannot {what} stream {} of request {} while it is off the device",
+                    id.label.0, id.request
+                )))
+            }
             Some(stream) if stream.in_flight > 0 => Err(ResourceError::wrong_state(format!(
                 "cannot {what} stream {} of request {} while a step with it is in flight",
                 id.label.0, id.request

@@ -197,6 +197,11 @@ impl Requests {
         self.chains.get_mut(request.index()).filter(|chain| chain.is_of(request))
     }
 
+    /// Whether nothing has been found for a request that its stream does not have yet.
+    pub(crate) fn has_no_lease(&self, request: RequestId) -> bool {
+        self.chains.get(request.index()).is_none_or(|chain| chain.lease.is_empty())
+    }
+
     /// What is known of the tokens of all live requests.
     pub(crate) fn chains(&self) -> impl Iterator<Item = &Chain> {
         let live = self.slots.iter().zip(&self.chains).filter(|(r, _)| r.generation > 0);

@@ -1,4 +1,4 @@
-//! Random requests over a small pool with the prefix cache on. The reference knows, for every prefix of
+//! Random requests over a small pool with the prefix cache on, with and without tiers under it. The reference knows, for every prefix of
 //! whole pages, whether somebody has computed it; whatever the cache hands out must hold exactly the
 //! tokens of the request that takes it.
 
@@ -8,6 +8,7 @@ use std::collections::{HashMap, HashSet};
 
 use common::*;
 use proptest::prelude::*;
+use resource_api::host::PlainHost;
 use resource_api::{
     KvCache, KvPlan, NodeId, PrefixInputs, PrefixWalk, RequestOverrides, Resource, WalkId,
 };
@@ -41,6 +42,9 @@ enum Op {
     Rewind(u32, u32, u32),
     Reset(u32, bool),
     Remove(u32),
+    /// Leaves the pool, if it can.
+    Offload(u32),
+    Reload(u32),
 }
 
 fn op() -> impl Strategy<Value = Op> {
@@ -65,6 +69,8 @@ fn op() -> impl Strategy<Value = Op> {
         1 => (slot(), 0..PAGES * 3, 0..16u32).prop_map(|(s, n, part)| Op::Rewind(s, n, part)),
         1 => (slot(), any::<bool>()).prop_map(|(s, f)| Op::Reset(s, f)),
         2 => slot().prop_map(Op::Remove),
+        3 => slot().prop_map(Op::Offload),
+        3 => slot().prop_map(Op::Reload),
     ]
 }
 
@@ -77,6 +83,7 @@ struct Request {
     len: usize,
     found: u32,
     asked: bool,
+    away: bool,
 }
 
 struct Run {
@@ -91,8 +98,14 @@ struct Run {
 }
 
 impl Run {
-    fn new(size: u32) -> Self {
-        let cache = cache(size, PAGES, PAGES * size);
+    /// `tiers` are settings that begin with a comma.
+    fn new(size: u32, tiers: &str) -> Self {
+        let settings = format!(
+            r#""pages": {}, "page_size": {size}, "max_seq_len": {}, "dtype": "f32"{tiers}"#,
+            PAGES + 1,
+            PAGES * size
+        );
+        let cache = cache_on(PlainHost::handle(), &settings, size);
         let walk = PrefixWalk { label: MAIN, write: WALK, decode: WALK };
         assert!(cache.resource.enable_prefix_cache(b"", vec![walk]).unwrap());
         let (live, computed) = Default::default();
@@ -118,13 +131,15 @@ impl Run {
             Op::Reset(slot, free) => {
                 self.cache.resource.reset_request(self.rid(*slot), *free).unwrap();
                 if let Some(r) = self.live.get_mut(slot) {
-                    (r.len, r.found, r.asked) = (0, 0, false);
+                    (r.len, r.found, r.asked, r.away) = (0, 0, false, false);
                 }
             }
             Op::Remove(slot) => {
                 self.cache.resource.remove_request(self.rid(*slot)).unwrap();
                 self.live.remove(slot);
             }
+            Op::Offload(slot) => self.offload(*slot),
+            Op::Reload(slot) => self.reload(*slot),
         }
         self.check();
     }
@@ -153,7 +168,7 @@ impl Run {
         let rid = self.rid(slot);
         let max = self.max() as usize;
         let Some(r) = self.live.get_mut(&slot) else { return };
-        if r.len < r.tokens.len() || r.len == max || r.found > 0 {
+        if r.len < r.tokens.len() || r.len == max || r.found > 0 || r.away {
             return;
         }
         let token = 1000 + r.len as u32 % 2;
@@ -180,6 +195,33 @@ impl Run {
         (r.found, r.asked) = (found, true);
     }
 
+    fn offload(&mut self, slot: u32) {
+        let (rid, free) = (self.rid(slot), self.cache.kv.free_pages());
+        let resource = &self.cache.resource;
+        let could = resource.reclaimable(rid).unwrap();
+        let freed = resource.offload(rid).unwrap();
+        assert!(freed == 0 || freed == could, "{freed} of {could}");
+        assert_eq!(self.cache.kv.free_pages(), free + freed);
+        let Some(r) = self.live.get_mut(&slot) else { return assert_eq!(could, 0) };
+        assert!(could == 0 || !r.away);
+        r.away |= freed > 0;
+        assert_eq!(resource.is_offloaded(rid).unwrap(), r.away);
+        if r.away {
+            assert_eq!(resource.reclaimable(rid).unwrap(), 0);
+        }
+    }
+
+    fn reload(&mut self, slot: u32) {
+        let rid = self.rid(slot);
+        let resource = &self.cache.resource;
+        let could = resource.can_reload(rid).unwrap();
+        let back = resource.reload(rid).unwrap();
+        let Some(r) = self.live.get_mut(&slot) else { return assert!(back && !could) };
+        assert_eq!((could, back), (r.away && back, could || !r.away));
+        r.away &= !back;
+        assert_eq!(resource.is_offloaded(rid).unwrap(), r.away);
+    }
+
     fn take_over(&mut self, slot: u32, share: u32) {
         let rid = self.rid(slot);
         let Some(r) = self.live.get_mut(&slot).filter(|r| r.found > 0 && r.len == 0) else {
@@ -202,7 +244,8 @@ impl Run {
         let mut ids = Vec::new();
         for &(slot, most) in rows {
             // A host that asked takes the answer over before it goes on.
-            let Some(r) = self.live.get(&slot).filter(|r| r.found == 0) else { continue };
+            let is_idle = |r: &&Request| r.found == 0 && !r.away;
+            let Some(r) = self.live.get(&slot).filter(is_idle) else { continue };
             let left = r.tokens.len() - r.len;
             let most = (most * self.size / 3) as usize;
             let span = if left == 0 { 1 } else { left.min(most) };
@@ -300,6 +343,7 @@ impl Run {
         if (len as usize) < r.len && r.found == 0 {
             match self.cache.kv.correct_len(rid, MAIN, len) {
                 Ok(()) => r.len = len as usize,
+                Err(e) if r.away => assert!(e.message().contains("off the device"), "{e}"),
                 Err(e) => assert!(e.message().contains("no page is free"), "{e}"),
             }
         }
@@ -318,6 +362,18 @@ impl Run {
     }
 }
 
+fn play(size: u32, tiers: &str, ops: &[Op]) {
+    let mut run = Run::new(size, tiers);
+    ops.iter().for_each(|op| run.apply(op));
+    // Everything that was taken can be given back.
+    (0..4).for_each(|slot| run.apply(&Op::Remove(slot)));
+    assert_eq!(run.cache.kv.free_pages(), u64::from(PAGES));
+    let state = run.inspect();
+    let tiers = state["tiers"].as_array().unwrap();
+    assert!(tiers.iter().all(|tier| tier["held"] == 0), "{tiers:?}");
+    assert_eq!((&state["away"], &state["tier_failures"]), (&0.into(), &0.into()));
+}
+
 proptest! {
     #![proptest_config(ProptestConfig { failure_persistence: None, ..Default::default() })]
 
@@ -326,14 +382,32 @@ proptest! {
         ops in proptest::collection::vec(op(), 1..80)
     ) {
         for size in SIZES {
-            let mut run = Run::new(size);
-            ops.iter().for_each(|op| run.apply(op));
-            let hits = run.inspect()["prefix"]["hits"].as_u64().unwrap();
-            if ops.len() > 70 && hits > 0 {
-                // Everything that was taken can be given back.
-                (0..4).for_each(|slot| run.apply(&Op::Remove(slot)));
-                assert_eq!(run.cache.kv.free_pages(), u64::from(PAGES));
-            }
+            play(size, "", &ops);
+        }
+    }
+
+    #[test]
+    fn whatever_comes_back_from_host_memory_holds_what_it_held(
+        host in 1..40u32,
+        ops in proptest::collection::vec(op(), 1..80)
+    ) {
+        for size in SIZES {
+            play(size, &format!(r#", "host_pages": {host}"#), &ops);
+        }
+    }
+
+    #[test]
+    fn whatever_comes_back_from_a_file_holds_what_it_held(
+        host in 0..6u32,
+        disk in 1..20u32,
+        ops in proptest::collection::vec(op(), 1..80)
+    ) {
+        for size in SIZES {
+            let dir = tempfile::tempdir().unwrap();
+            let file = dir.path().join("pages");
+            let bytes = 512 + disk * (512 + size * LAYERS * 2 * ROW as u32 * 4);
+            let disk = format!(r#""disk_file": {file:?}, "disk_size": "{bytes}B""#);
+            play(size, &format!(r#", "host_pages": {host}, {disk}"#), &ops);
         }
     }
 }

@@ -1,5 +1,6 @@
 //! The kind's `Resource`, and the `positions/1` it offers.
 
+use std::collections::HashMap;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use resource_api::{
@@ -36,6 +37,8 @@ pub struct Positions {
     /// address.
     planned: [OnceLock<Plan>; MAX_SLOTS],
     prefix_walks: Mutex<Vec<PrefixWalk>>,
+    /// Next positions of the streams of sessions.
+    sessions: Mutex<HashMap<String, Vec<(LabelId, u32)>>>,
     /// Where the engine runs on a CUDA device.
     cuda: Option<Cuda>,
     host: HostServicesHandle,
@@ -89,6 +92,7 @@ impl ResourceKind for Positions {
             plans: PlanSlots::new(),
             planned: [const { OnceLock::new() }; MAX_SLOTS],
             prefix_walks: Mutex::default(),
+            sessions: Mutex::default(),
             host: info.host.clone(),
             kv_cache: settings.kv_cache,
             key,
@@ -289,6 +293,38 @@ impl Resource for Positions {
 
     fn remove_request(&self, rid: RequestId) -> Result<()> {
         self.counters.edit().remove(rid);
+        Ok(())
+    }
+
+    fn retain_session(&self, rid: RequestId, session: &str) -> Result<()> {
+        let streams: Vec<_> = self.counters.streams(rid).filter(|(_, next)| *next > 0).collect();
+        self.counters.edit().reset(rid);
+        let mut sessions = self.sessions.lock().unwrap_or_else(PoisonError::into_inner);
+        match streams.is_empty() {
+            true => sessions.remove(session),
+            false => sessions.insert(session.to_string(), streams),
+        };
+        Ok(())
+    }
+
+    /// A part of what a session has can be taken up only where positions count tokens.
+    fn adopt_session(&self, rid: RequestId, session: &str, len: u32) -> Result<Option<u32>> {
+        let mut sessions = self.sessions.lock().unwrap_or_else(PoisonError::into_inner);
+        let Some(streams) = sessions.remove(session) else { return Ok(Some(0)) };
+        let counts_tokens = self.rules.scheme == Scheme::Sequential;
+        let main = streams.iter().find(|(label, _)| *label == LabelId::MAIN).map_or(0, |s| s.1);
+        if !counts_tokens || main < len {
+            return Ok(Some(0));
+        }
+        let mut edit = self.counters.edit();
+        for (label, next) in streams {
+            edit.set(rid, label, if label == LabelId::MAIN { len } else { next });
+        }
+        Ok(Some(len))
+    }
+
+    fn remove_session(&self, session: &str) -> Result<()> {
+        self.sessions.lock().unwrap_or_else(PoisonError::into_inner).remove(session);
         Ok(())
     }
 

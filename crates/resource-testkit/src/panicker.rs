@@ -127,6 +127,9 @@ panicking!(Resource {
     fn is_offloaded(RequestId) -> Result<bool>;
     fn can_reload(RequestId) -> Result<bool>;
     fn reload(RequestId) -> Result<bool>;
+    fn retain_session(RequestId, &str) -> Result<()>;
+    fn adopt_session(RequestId, &str, u32) -> Result<Option<u32>>;
+    fn remove_session(&str) -> Result<()>;
 });
 
 panicking!(KvCache {

@@ -53,6 +53,17 @@ fn kv_of_two_byte_elements_and_odd_pages_is_clean() {
 }
 
 #[test]
+fn kv_with_host_memory_is_clean() {
+    for tiers in ["\"host_pages\": 40", "\"host_pages\": 4"] {
+        let settings = KV.replace("\"pages\"", &format!("{tiers}, \"pages\""));
+        let report = check(kind::<resource_kv::Kv>(), &settings, None);
+        assert!(report.operations > 2000, "{report}");
+        clean_at("a request goes off the device", report.clone());
+        clean(report);
+    }
+}
+
+#[test]
 fn attention_is_clean() {
     let settings = r#"{"kv_cache": "main_kv"}"#;
     clean_at(

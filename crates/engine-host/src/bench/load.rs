@@ -86,6 +86,7 @@ pub fn once(config: impl FnOnce() -> Result<Config>) -> Result<Value> {
         kv_dtype: resource_api::DType::BF16,
         needs_remote_transfer: false,
         batch_invariant: false,
+        transfer: None,
         limits: limits(GEOMETRY),
     };
     let services = Services::new(config.engine.threads, 1 << 40);

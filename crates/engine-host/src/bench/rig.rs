@@ -177,6 +177,7 @@ impl Rig {
             kv_dtype: DType::BF16,
             needs_remote_transfer: false,
             batch_invariant: false,
+            transfer: None,
             limits: limits(geometry),
         };
         let set = ResourceSet::build(&kinds.registry, wanted(geometry), &info, services.clone())?;

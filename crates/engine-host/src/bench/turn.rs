@@ -94,6 +94,7 @@ fn turns(
         kv_dtype: DType::BF16,
         needs_remote_transfer: false,
         batch_invariant: false,
+        transfer: None,
         limits: limits(geometry),
     };
     let wanted = wanted(geometry);

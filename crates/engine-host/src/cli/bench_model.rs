@@ -288,8 +288,7 @@ impl Bench {
                     let message = "a prompt was read from the cache instead of being computed";
                     return Err(Error::new(ErrorKind::Internal, message));
                 }
-                Event::Finished(..) => {}
-                Event::Prompt(..) => {}
+                Event::Finished(..) | Event::Prompt(..) | Event::HandedOver(..) => {}
                 Event::Failed(_, why) => return Err(Error::new(why.kind, why.message.clone())),
             }
         }

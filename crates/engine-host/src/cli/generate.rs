@@ -13,6 +13,7 @@ use serde_json::{Map, Value, json};
 use super::jobs::{self, Job};
 use super::report::{self, Outcome};
 use super::{ConfigArg, GenerateArgs};
+use crate::engine::Relay;
 use crate::error::{Error, ErrorKind, Result};
 use crate::request::{Event, FinishReason};
 use crate::setup::{self, Loaded};
@@ -70,7 +71,7 @@ fn single(args: &GenerateArgs) -> Map<String, Value> {
     fields
 }
 
-fn load(config: &ConfigArg) -> Result<Loaded> {
+pub(super) fn load(config: &ConfigArg) -> Result<Loaded> {
     let config = config.load()?;
     let bar = ProgressBar::with_draw_target(None, ProgressDrawTarget::stderr());
     let style = "loading model {bar:30} {bytes}/{total_bytes} {bytes_per_sec}";
@@ -97,7 +98,7 @@ fn run_single(loaded: &mut Loaded, fields: Map<String, Value>, tell: bool) -> Re
             let piece = match event {
                 Event::Prompt(..) => String::new(),
                 Event::Token(_, token) => text.push(token.id),
-                Event::Finished(..) => text.flush(),
+                Event::Finished(..) | Event::HandedOver(..) => text.flush(),
                 Event::Failed(_, why) => {
                     failure = Some(Error::new(why.kind, why.message.clone()));
                     text.flush()
@@ -149,8 +150,14 @@ fn run_batch(
             min_tokens = request.min_tokens as usize;
             let detokenizer = Detokenizer::after(tokenizer.clone(), true, &request.prompt);
             let stop = StopStrings::new(std::mem::take(&mut job.stop), false);
-            let text = Text { detokenizer, stop };
-            loaded.engine.submit(request).map(|rid| (rid, text))
+            let mut text = Text { detokenizer, stop };
+            let relay = Relay { from: job.handover.take(), after: None };
+            for &id in relay.from.iter().flat_map(|handover| &handover.tokens) {
+                let piece = text.detokenizer.push(id);
+                outcome.text.push_str(&text.stop.push(&piece));
+                outcome.handed_over.push(id);
+            }
+            loaded.engine.submit_relayed(request, relay).map(|rid| (rid, text))
         });
         let done = submitted.is_err();
         match submitted {
@@ -202,6 +209,8 @@ fn run_batch(
                     let stopped = text.stop.found().map(|_| FinishReason::Stop);
                     slot.outcome.finish = Some((stopped.unwrap_or(reason), usage));
                 }
+                // Not asked for here.
+                Event::HandedOver(..) => {}
                 Event::Failed(_, why) => slot.outcome.error = Some(why.message),
             }
             slot.done = true;
@@ -220,7 +229,7 @@ fn run_batch(
     Ok(ExitCode::SUCCESS)
 }
 
-fn explain(loaded: &Loaded, tell: bool) {
+pub(super) fn explain(loaded: &Loaded, tell: bool) {
     for refusal in loaded.engine.refusals().iter().filter(|_| tell) {
         note!("{refusal}");
     }

@@ -7,6 +7,7 @@ use model::{ChatInput, ModelPackage};
 use serde::Deserialize;
 use serde_json::{Map, Value};
 
+use crate::engine::Handover;
 use crate::error::{Error, Result};
 use crate::labels::RequestLabels;
 use crate::request::GenerateRequest;
@@ -25,7 +26,7 @@ const SAMPLING: [&str; 9] = [
     "seed",
 ];
 /// All others.
-const OWN: [&str; 16] = [
+const OWN: [&str; 18] = [
     "id",
     "prompt",
     "messages",
@@ -42,6 +43,8 @@ const OWN: [&str; 16] = [
     "tools",
     "overrides",
     "labels",
+    "handover",
+    "session",
 ];
 
 /// One request of a file.
@@ -53,6 +56,10 @@ pub struct Job {
     pub request: Result<GenerateRequest>,
     /// Texts that end the answer, and are no part of it.
     pub stop: Vec<String>,
+    /// What another engine has handed over.
+    pub handover: Option<Handover>,
+    /// All fields but the id, defaults included.
+    pub fields: Map<String, Value>,
     /// Its line in the file, from 1.
     line: usize,
 }
@@ -80,6 +87,7 @@ pub fn read_file(
     let blank = |line: &[u8]| line.iter().all(u8::is_ascii_whitespace);
     let jobs = lines.filter(|(_, line)| !blank(line)).enumerate().map(|(at, (number, line))| {
         let (mut id, mut stop) = (Value::from(at), Vec::new());
+        let (mut handover, mut merged) = (None, Map::new());
         let request = parse_line(line).and_then(|mut fields| {
             if let Some(own) = fields.remove("id") {
                 id = own;
@@ -87,9 +95,11 @@ pub fn read_file(
             let mut all = defaults.clone();
             all.extend(fields);
             stop = stops(&all)?;
+            handover = all.get("handover").map(Handover::from_json).transpose()?;
+            merged.clone_from(&all);
             request(all, model)
         });
-        Job { id, request, stop, line: number + 1 }
+        Job { id, request, stop, handover, fields: merged, line: number + 1 }
     });
     Ok(jobs.collect())
 }
@@ -128,6 +138,7 @@ pub fn request(fields: Map<String, Value>, model: &ModelPackage) -> Result<Gener
         ignore_eos: field(&fields, "ignore_eos", "true or false", Value::as_bool)?.unwrap_or(false),
         stop_token_ids: ids(&fields, "stop_token_ids")?.unwrap_or_default(),
         logprobs: number(&fields, "logprobs")?,
+        session: field(&fields, "session", "a string", |v| v.as_str().map(str::to_owned))?,
         prompt_logprobs: number(&fields, "prompt_logprobs")?,
         timeout: field(&fields, "timeout", "seconds above 0", |v| {
             v.as_f64().filter(|&s| s > 0.0).and_then(|s| Duration::try_from_secs_f64(s).ok())

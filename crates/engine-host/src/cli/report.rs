@@ -15,6 +15,8 @@ pub struct Outcome {
     pub prompt_ids: Vec<u32>,
     /// The prompt's tokens with their log-probabilities, where they were asked for.
     pub prompt_tokens: Vec<Option<Token>>,
+    /// What another engine had generated.
+    pub handed_over: Vec<u32>,
     /// What was generated.
     pub tokens: Vec<Token>,
     /// Its text, without control tokens.
@@ -33,7 +35,8 @@ pub fn line(id: &Value, outcome: &Outcome, logprobs: bool) -> Value {
         fields.insert("error".into(), json!({ "message": error }));
         return Value::Object(fields);
     }
-    let ids: Vec<u32> = outcome.tokens.iter().map(|t| t.id).collect();
+    let own = outcome.tokens.iter().map(|t| t.id);
+    let ids: Vec<u32> = outcome.handed_over.iter().copied().chain(own).collect();
     fields.insert("prompt_ids".into(), json!(outcome.prompt_ids));
     fields.insert("ids".into(), json!(ids));
     fields.insert("text".into(), json!(outcome.text));
@@ -106,6 +109,9 @@ pub fn figures(engine: &Engine) -> String {
     );
     for (key, used, total) in pages(engine) {
         line.push_str(&format!(", {key}: {used} of {total} pages used"));
+    }
+    if stats.offloads > 0 {
+        line.push_str(&format!(", {} offloads", stats.offloads));
     }
     if stats.preemptions > 0 {
         line.push_str(&format!(", {} preemptions", stats.preemptions));

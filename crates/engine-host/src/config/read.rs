@@ -9,10 +9,10 @@ use super::layer::{Origin, Override, nearest_path, toml_of};
 use super::settings::{Access, SETTINGS, Setting, TABLES};
 use super::{
     Activations, Config, Device, EngineConfig, KvDtype, LogConfig, MODEL_ENV, ModelConfig, Places,
-    ResourceConfig, ServerConfig, default_model_path, paths,
+    ResourceConfig, ServerConfig, TransferEngine, default_model_path, paths,
 };
 use crate::document::{Document, Problem, Problems, TableReader};
-use crate::engine::OnFault;
+use crate::engine::{OnFault, Relief};
 use crate::probe::Probe;
 use crate::suggest;
 
@@ -75,6 +75,9 @@ fn defaults(file: &str, base: &Path) -> Config {
             threads: std::thread::available_parallelism().map_or(1, usize::from),
             cpu_features: None,
             preplan: true,
+            pressure: Relief::ORDER.to_vec(),
+            transfer: TransferEngine::Off,
+            transfer_directory: PathBuf::from("/dev/shm"),
             watchdog: 10,
             cuda_graphs: true,
             batch_invariant: false,
@@ -141,6 +144,15 @@ fn take<'d>(
                 table.doc().report(&span, message);
             }
             *at(config) = dirs.iter().filter_map(|dir| path(table, key, dir, base)).collect();
+        }
+        Access::Order(_, set) => {
+            let Some(names) = table.strings(key) else { return };
+            let texts: Vec<&str> = names.iter().map(|name| *name.get_ref()).collect();
+            if let Err(message) = set(config, &texts) {
+                let found = table.keys().find(|(name, _)| *name == key);
+                let (_, span) = found.unwrap_or(("", table.span()));
+                table.doc().report(&span, format!("{key} in {}: {message}", table.name()));
+            }
         }
         Access::Texts(at) => {
             let Some(texts) = table.strings(key) else { return };

@@ -42,7 +42,7 @@ fn property(setting: &Setting) -> Value {
         }
         Access::Choice(_) => json!({ "enum": setting.choices() }),
         Access::Text(..) | Access::Path(_) => json!({ "type": "string", "minLength": 1 }),
-        Access::Paths(_) | Access::Texts(_) | Access::Secrets(_) => texts,
+        Access::Paths(_) | Access::Texts(_) | Access::Secrets(_) | Access::Order(..) => texts,
     };
     if let Some(fields) = property.as_object_mut() {
         fields.insert("description".to_owned(), json!(setting.help));

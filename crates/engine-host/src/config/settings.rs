@@ -5,7 +5,7 @@ use std::ops::RangeInclusive;
 use std::path::PathBuf;
 
 use super::secret::Secrets;
-use super::{Activations, Config, KvDtype, LogFormat, ToolParser, UnknownFields};
+use super::{Activations, Config, KvDtype, LogFormat, ToolParser, TransferEngine, UnknownFields};
 use crate::probe::Probe;
 
 mod list;
@@ -41,6 +41,8 @@ pub(super) enum Access {
     Paths(fn(&mut Config) -> &mut Vec<PathBuf>),
     Texts(fn(&mut Config) -> &mut Vec<String>),
     Secrets(fn(&mut Config) -> &mut Secrets),
+    /// Names in an order that counts. The error of the second is one line.
+    Order(fn(&Config) -> Vec<String>, fn(&mut Config, &[&str]) -> Result<(), String>),
 }
 
 /// A whole number that may be absent.
@@ -124,7 +126,7 @@ macro_rules! choices {
         }
     )*};
 }
-choices!(KvDtype, Activations, Probe, LogFormat, ToolParser, UnknownFields);
+choices!(KvDtype, Activations, Probe, LogFormat, ToolParser, TransferEngine, UnknownFields);
 
 impl Setting {
     /// The setting with this path, such as `engine.max_batch`.
@@ -157,7 +159,10 @@ impl Setting {
 
     /// Whether it is a list, which outside of files may be written with commas.
     pub fn is_list(&self) -> bool {
-        matches!(self.access, Access::Paths(_) | Access::Texts(_) | Access::Secrets(_))
+        matches!(
+            self.access,
+            Access::Paths(_) | Access::Texts(_) | Access::Secrets(_) | Access::Order(..)
+        )
     }
 
     /// Whether it is a string, which outside of files needs no quotes.
@@ -180,6 +185,7 @@ impl Setting {
             Access::Path(_) => "PATH",
             Access::Paths(_) => "PATH,...",
             Access::Texts(_) => "TEXT,...",
+            Access::Order(..) => "NAME,...",
             Access::Secrets(_) => "KEY,...",
         }
     }
@@ -196,6 +202,7 @@ impl Setting {
             Access::Path(at) => toml::Value::String(at(config).get()?.display().to_string()),
             Access::Paths(at) => texts(at(config).iter().map(|p| p.display().to_string())),
             Access::Texts(at) => texts(at(config).iter().cloned()),
+            Access::Order(get, _) => texts(get(config).into_iter()),
             Access::Secrets(at) => {
                 texts(std::iter::repeat_n("(hidden)".to_owned(), at(config).len()))
             }

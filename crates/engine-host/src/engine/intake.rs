@@ -6,7 +6,7 @@ use std::time::Instant;
 use resource_api::{NodeId, PrefixInputs, RequestId, RequestOverrides, Resource, WalkId};
 use serde_json::{Map, Value};
 
-use super::Engine;
+use super::{Engine, Relay};
 use crate::error::{Error, ErrorKind, Result};
 use crate::labels;
 use crate::request::{GenerateRequest, ScoredPrompt, Tracked};
@@ -25,13 +25,30 @@ impl Engine {
     ///
     /// # Errors
     /// A request that is wrong, or that could never fit, with the limit; nothing is left over.
-    pub fn submit(&mut self, mut request: GenerateRequest) -> Result<RequestId> {
+    pub fn submit(&mut self, request: GenerateRequest) -> Result<RequestId> {
+        self.submit_relayed(request, Relay::default())
+    }
+
+    /// As [`Engine::submit`], for a request that comes from another engine or is to go on in one.
+    ///
+    /// # Errors
+    /// As there; and for what was handed over by an engine that is not like this one.
+    pub fn submit_relayed(
+        &mut self,
+        mut request: GenerateRequest,
+        relay: Relay,
+    ) -> Result<RequestId> {
         self.check_running()?;
         let room = self.check(&request)?;
         let most = self.limits.max_batch_tokens as usize;
         let labels =
             labels::resolve(&request.labels, self.node.name(), most, &self.services.labels)?;
         self.hold_off_the_end(&mut request);
+        if let Some(handover) = &relay.from {
+            self.check_handover(handover, request.prompt.len())?;
+            // It was told where the prompt was computed.
+            request.prompt_logprobs = None;
+        }
         let rid = self.requests.next_id();
         let max_tokens = request.max_tokens.min(room);
         if let Err(e) = self.ingest(rid, &request, max_tokens) {
@@ -39,6 +56,15 @@ impl Engine {
             self.requests.burn(rid);
             return Err(e);
         }
+        let arriving = match relay.from.as_ref().map(|from| self.take_over(rid, from)).transpose() {
+            Ok(arriving) => arriving,
+            Err(e) => {
+                self.remove_from_resources(rid);
+                self.requests.burn(rid);
+                return Err(e);
+            }
+        };
+        let generated = relay.from.map_or(Vec::new(), |from| from.tokens);
         let deadline = request.timeout.and_then(|t| Instant::now().checked_add(t));
         if let Some(deadline) = deadline {
             let next = self.next_deadline.map_or(deadline, |next| next.min(deadline));
@@ -48,11 +74,15 @@ impl Engine {
             rid,
             deadline,
             prompt_len: request.prompt.len(),
-            tokens: request.prompt,
+            tokens: [request.prompt, generated].concat(),
+            session: request.session,
+            arriving,
+            hand_over_after: relay.after,
             computed: 0,
             in_step: 0,
             cached: 0,
             prefix_resolved: false,
+            offloaded: false,
             max_tokens,
             ignore_eos: request.ignore_eos,
             stop_token_ids: request.stop_token_ids,
@@ -298,6 +328,7 @@ mod tests {
             kv_dtype: resource_api::DType::F32,
             needs_remote_transfer: false,
             batch_invariant: false,
+            transfer: None,
             limits: Default::default(),
         };
         let list = settings.iter().enumerate().map(wanted).collect();
@@ -314,12 +345,16 @@ mod tests {
             in_step: 0,
             cached: 0,
             prefix_resolved: false,
+            offloaded: false,
             max_tokens: 1,
             ignore_eos: false,
             stop_token_ids: Vec::new(),
             logprobs: None,
             labels: None,
             prompt: None,
+            session: None,
+            arriving: None,
+            hand_over_after: None,
         }
     }
 

@@ -3,9 +3,10 @@
 use std::fmt;
 use std::time::{Duration, Instant};
 
-use resource_api::{FailureReason, HostServices, LabelId, RequestId, Resource};
+use resource_api::{FailureReason, HostServices, LabelId, RequestId};
 
 use super::Engine;
+use super::offload::{Relief, start_anew};
 use crate::error::ErrorKind;
 use crate::request::Failure;
 use crate::runner::FullAdmitOutcome;
@@ -39,6 +40,8 @@ pub struct Refusal {
 pub enum Remedy {
     /// This request gave its room back. It is computed again once a running request has ended.
     GaveWay(RequestId),
+    /// This request left the device with its state. It comes back once there is room.
+    Offloaded(RequestId),
     /// The request is left out until the resource has it ready; the others go on.
     Held,
     /// The step is tried again as it is: nothing else could run.
@@ -53,6 +56,9 @@ impl fmt::Display for Refusal {
         match self.remedy {
             Remedy::GaveWay(rid) => {
                 write!(f, "; request {rid} gives way, and goes on when a running one has ended")
+            }
+            Remedy::Offloaded(rid) => {
+                write!(f, "; request {rid} leaves the device, and comes back when there is room")
             }
             Remedy::Held => write!(f, "; request {} waits for it", self.request),
             Remedy::Retried => f.write_str("; the step is tried again"),
@@ -96,15 +102,15 @@ impl Engine {
                 self.fail_culprit(refusal.request, &Failure::new(ErrorKind::Internal, message))
             }
             FailureReason::ALLOCATION_FAILED => match self.scheduler.give_way() {
-                Some(rid) => {
-                    self.preempt(rid);
-                    (Remedy::GaveWay(rid), true)
-                }
-                None => {
-                    let message = format!("{message}, though nothing else runs");
-                    self.fail_turns(&Failure::new(ErrorKind::Exhausted, message));
-                    (Remedy::Failed, true)
-                }
+                Some(rid) => (self.preempt(rid), true),
+                None => match self.recall() {
+                    Some(rid) => (Remedy::GaveWay(rid), true),
+                    None => {
+                        let message = format!("{message}, though nothing else runs");
+                        self.fail_turns(&Failure::new(ErrorKind::Exhausted, message));
+                        (Remedy::Failed, true)
+                    }
+                },
             },
             _ => self.hold(refusal.request, &message),
         };
@@ -146,21 +152,19 @@ impl Engine {
         (Remedy::Failed, true)
     }
 
-    /// Takes a request's state out of all resources; it is computed again later.
-    pub(super) fn preempt(&mut self, rid: RequestId) {
+    /// Takes a request's state off the device, by what [`Relief`] allows: with its state, or to be
+    /// computed again later.
+    pub(super) fn preempt(&mut self, rid: RequestId) -> Remedy {
         self.drop_stage();
-        let Some(request) = self.requests.get_mut(rid) else { return };
-        if request.computed == 0 {
-            return;
+        if self.relief.contains(&Relief::Offload) && self.offload(rid) {
+            return Remedy::Offloaded(rid);
         }
-        request.computed = 0;
-        request.prefix_resolved = false;
-        self.stats.preemptions += 1;
-        for entry in self.runner.resources().entries().iter().rev() {
-            if let Err(e) = entry.resource().reset_request(rid, true) {
-                tracing::error!(resource = entry.key, "reset_request failed: {e}");
-            }
+        let Some(request) = self.requests.get_mut(rid) else { return Remedy::GaveWay(rid) };
+        if request.computed > 0 && !request.offloaded {
+            start_anew(self.runner.resources(), request);
+            self.stats.preemptions += 1;
         }
+        Remedy::GaveWay(rid)
     }
 
     /// Fails the requests whose time is up.

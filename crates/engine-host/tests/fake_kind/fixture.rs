@@ -69,6 +69,7 @@ pub fn build(wanted: Vec<Wanted>, services: &Arc<Services>) -> Result<ResourceSe
         kv_dtype: DType::F32,
         needs_remote_transfer: true,
         batch_invariant: false,
+        transfer: None,
         limits: EngineLimits::default(),
     };
     ResourceSet::build(registry(), wanted, &info, services.clone())

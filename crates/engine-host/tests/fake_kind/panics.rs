@@ -143,6 +143,9 @@ fn every_method_of_a_resource_may_panic() {
         ("is_offloaded", |r| failed(r.is_offloaded(RID))),
         ("can_reload", |r| failed(r.can_reload(RID))),
         ("reload", |r| failed(r.reload(RID))),
+        ("retain_session", |r| failed(r.retain_session(RID, "s"))),
+        ("adopt_session", |r| failed(r.adopt_session(RID, "s", 1))),
+        ("remove_session", |r| failed(r.remove_session("s"))),
     ];
     check("Resource", || panicker(json!({})).resource, calls);
 }

@@ -218,6 +218,7 @@ pub fn resources(
         kv_dtype: DType::F32,
         needs_remote_transfer: false,
         batch_invariant: false,
+        transfer: None,
         limits,
     };
     let all = list.iter().map(wanted).collect();

@@ -112,6 +112,7 @@ pub fn take_event(rids: &[RequestId], done: &mut [Done], event: &Event) {
         Event::Prompt(_, tokens) => done[at].prompt = tokens.clone(),
         Event::Token(_, token) => done[at].tokens.push(token.clone()),
         Event::Finished(_, reason, usage) => done[at].end = Some((*reason, *usage)),
+        Event::HandedOver(..) => {}
         Event::Failed(_, why) => done[at].failure = Some(why.message.clone()),
     }
 }

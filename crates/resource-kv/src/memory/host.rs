@@ -145,6 +145,29 @@ impl HostMemory {
         writer.copy(start..start + page, to as usize * page).map_err(internal)
     }
 
+    /// Hands out the bytes of a page.
+    pub(crate) fn read_page(
+        &self,
+        page: u32,
+        take: &mut dyn FnMut(&[u8]) -> Result<()>,
+    ) -> Result<()> {
+        let elements = self.facts.page_stride as usize;
+        let start = page as usize * elements;
+        let reader = self.pool.view().reader();
+        take(reader.bytes(start..start + elements).map_err(internal)?)
+    }
+
+    /// Stores the bytes of a page.
+    pub(crate) fn write_page(&self, page: u32, bytes: &[u8]) -> Result<()> {
+        let elements = self.facts.page_stride as usize;
+        if bytes.len() != elements * self.facts.dtype.size() {
+            let what = format!("a page of {} bytes is to be {elements} elements", bytes.len());
+            return Err(ResourceError::internal(what));
+        }
+        let writer = self.pool.view().writer();
+        writer.store_bytes(page as usize * elements, bytes).map_err(internal)
+    }
+
     /// The paged layer, as tensors `[pages, slots, heads, dim]`.
     ///
     /// # Errors

@@ -3,6 +3,7 @@
 use std::ops::RangeInclusive;
 
 use super::{Access, Setting};
+use crate::engine::Relief;
 
 // Beyond these a value is a slip: each still fits every arithmetic done with it.
 const COUNT: RangeInclusive<u64> = 1..=65_536;
@@ -101,6 +102,33 @@ pub const SETTINGS: &[Setting] = &[
         help: "Plan a step while the one before it runs",
         default: "true",
         access: Access::Boolean(|c| &mut c.engine.preplan),
+    },
+    Setting {
+        table: "engine",
+        key: "pressure",
+        flag: "pressure",
+        help: "What makes room when a step does not fit, in order; without \"offload\", requests are computed again",
+        default: "[\"evict\", \"offload\", \"recompute\"]",
+        access: Access::Order(
+            |c| c.engine.pressure.iter().map(ToString::to_string).collect(),
+            |c, names| Relief::order(names).map(|order| c.engine.pressure = order),
+        ),
+    },
+    Setting {
+        table: "engine",
+        key: "transfer",
+        flag: "transfer",
+        help: "How requests move between engines: see `prefill`",
+        default: "\"off\"",
+        access: Access::Choice(|c| &mut c.engine.transfer),
+    },
+    Setting {
+        table: "engine",
+        key: "transfer_directory",
+        flag: "transfer-directory",
+        help: "Where memory that processes share lies",
+        default: "\"/dev/shm\"",
+        access: Access::Path(|c| &mut c.engine.transfer_directory),
     },
     Setting {
         table: "engine",

@@ -1,0 +1,79 @@
+//! The tiers that the settings want.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use device::Budget;
+use resource_api::{Device, EngineResourceInfo, HostServices, ResourceError, Result};
+
+use super::{DiskStore, MemoryStore, Tier, Tiers, disk};
+use crate::spec::{KvSpec, memory_bytes};
+
+impl KvSpec {
+    /// Tiers for pages of `page_bytes`, and the host memory that is spoken for.
+    ///
+    /// # Errors
+    /// `INVALID` naming the setting, `EXHAUSTED` without that memory, `UNSUPPORTED` on a device.
+    pub(crate) fn tiers(
+        &self,
+        page_bytes: u64,
+        info: &EngineResourceInfo,
+    ) -> Result<(Tiers, Option<Budget>)> {
+        let (mut tiers, mut budget) = (Vec::new(), None);
+        let free = info.host.free_memory(Device::CPU);
+        let slots = match (self.host_pages, &self.host_memory) {
+            (Some(_), Some(_)) => {
+                let what =
+                    "`host_pages` and `host_memory` both size the host pool; set one of them";
+                return Err(ResourceError::invalid(what));
+            }
+            (Some(pages), None) => u64::from(pages),
+            (None, Some(text)) => memory_bytes("host_memory", text, free)? / page_bytes,
+            (None, None) => 0,
+        };
+        let slots = u32::try_from(slots).unwrap_or(u32::MAX);
+        if self.host_memory.is_some() && slots == 0 {
+            return Err(ResourceError::invalid(format!(
+                "`host_memory` has no room for a page of {page_bytes} bytes"
+            )));
+        }
+        if !info.device.is_cpu() && (slots > 0 || self.disk_file.is_some()) {
+            return Err(ResourceError::unsupported(
+                "`host_pages`, `host_memory` and `disk_file`: pages of a CUDA device do not leave it yet; \
+                 leave them out",
+            ));
+        }
+        if slots > 0 {
+            budget = Some(Budget::take(&info.host, Device::CPU, page_bytes * u64::from(slots))?);
+            tiers.push(Tier::new("host", Arc::new(MemoryStore::new(slots)), slots));
+        }
+        match (&self.disk_file, &self.disk_size) {
+            (None, None) => {}
+            (None, Some(_)) => {
+                return Err(ResourceError::invalid("`disk_size` is set and `disk_file` is not"));
+            }
+            (Some(_), None) => {
+                let what = "`disk_file` is set and `disk_size` is not: say how large it may become";
+                return Err(ResourceError::invalid(what));
+            }
+            (Some(file), Some(size)) => {
+                let bytes = match size.trim().ends_with('%') {
+                    true => {
+                        let what = "`disk_size` is a size, such as \"20GiB\", not a share";
+                        return Err(ResourceError::invalid(what));
+                    }
+                    false => memory_bytes("disk_size", size, 0)?,
+                };
+                let slots = disk::slots_in(bytes, page_bytes);
+                if slots == 0 {
+                    return Err(ResourceError::invalid(format!(
+                        "`disk_size` is \"{size}\", which has no room for a page of {page_bytes} bytes"
+                    )));
+                }
+                let (store, contents) = DiskStore::open(Path::new(file), slots, page_bytes)?;
+                tiers.push(Tier::new("disk", Arc::new(store), slots).with_contents(contents));
+            }
+        }
+        Ok((Tiers::new(tiers), budget))
+    }
+}
