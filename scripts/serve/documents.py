@@ -1,0 +1,68 @@
+#!/usr/bin/env python3
+"""Reads what the server tells of itself with programs of others: its metrics with Prometheus' own parser, and
+its OpenAPI document with schemathesis, which makes up requests by it and looks at the answers.
+
+    pip install schemathesis prometheus-client
+    python scripts/serve/documents.py [--program PROGRAM] [--examples N]
+
+Exits with 1 when the metrics cannot be read, an answer is a 5xx or not as the document says, or one hangs.
+"""
+import argparse
+import pathlib
+import subprocess
+import sys
+import urllib.request
+
+from prometheus_client.parser import text_string_to_metric_families
+from served import Served
+
+CHECKS = "not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance"
+# Names that routers read, and their types.
+NAMES = {
+    "vllm:num_requests_running": "gauge",
+    "vllm:num_requests_waiting": "gauge",
+    "vllm:kv_cache_usage_perc": "gauge",
+    "vllm:cache_config_info": "gauge",
+    "vllm:prompt_tokens": "counter",
+    "vllm:generation_tokens": "counter",
+    "vllm:request_success": "counter",
+    "vllm:time_to_first_token_seconds": "histogram",
+    "vllm:inter_token_latency_seconds": "histogram",
+    "vllm:e2e_request_latency_seconds": "histogram",
+    "engine_host_resource_calls": "counter",
+    "engine_host_plugin_gauge": "gauge",
+}
+
+
+def metrics(server):
+    with urllib.request.urlopen(server.base + "/metrics", timeout=60) as answer:
+        text = answer.read().decode()
+    families = {family.name: family for family in text_string_to_metric_families(text)}
+    wrong = [name for name, kind in NAMES.items() if getattr(families.get(name), "type", None) != kind]
+    if wrong:
+        sys.exit(f"metrics that are missing or of another type: {', '.join(wrong)}\n{text}")
+    samples = sum(len(family.samples) for family in families.values())
+    print(f"metrics: {len(families)} families, {samples} samples, all read by prometheus_client")
+
+
+def openapi(server, examples):
+    tool = pathlib.Path(sys.executable).parent / "schemathesis"
+    # A server that has been drained answers nothing more.
+    options = ["--exclude-path", "/admin/drain", "--checks", CHECKS, "--request-timeout", "60", "--seed", "1"]
+    options += ["--max-examples", str(examples), "--continue-on-failure"]
+    return subprocess.run([tool, "run", server.base + "/openapi.json", *options]).returncode
+
+
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser.add_argument("--program", type=pathlib.Path)
+parser.add_argument("--plugins", type=pathlib.Path)
+parser.add_argument("--examples", type=int, default=50)
+given = parser.parse_args()
+lines = {"plugins": given.plugins} if given.plugins else {}
+# Short answers, so that thousands of them take minutes.
+server = Served(given.program, ["--max-model-len", "160"], **lines)
+metrics(server)
+code = openapi(server, given.examples)
+metrics(server)
+server.stop()
+sys.exit(1 if code else 0)
