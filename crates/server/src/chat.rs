@@ -5,15 +5,16 @@ use std::sync::Arc;
 
 use axum::Json;
 use axum::response::{IntoResponse, Response};
-use model::{FinishReason, Tokenizer};
+use model::{FinishReason, Tokenizer, ToolCallParser, ToolDelta, ToolFormat};
 use serde_json::{Map, Value, json};
 
-use crate::app::{self, App};
+use crate::app::{self, App, Model};
 use crate::choice::{Choice, Delta};
 use crate::error::{ApiError, Result};
 use crate::fields::Fields;
 use crate::generation::Generation;
 use crate::logprobs;
+use crate::options::ToolCalls;
 use crate::prompt;
 use crate::running::Running;
 use crate::sse::{self, Chunks};
@@ -62,11 +63,18 @@ fn prepare(app: &App, fields: Map<String, Value>) -> Result<(Answer, Running, bo
     }
     let max_tokens = lengths.max_tokens.unwrap_or_else(|| prompt::room(&conversation.ids, model));
     generation.request.logprobs = lengths.logprobs;
+    let tool_format = conversation.tools.as_ref().and_then(|_| tool_format(app, model));
+    // In some vocabularies the marks of a call are control tokens.
+    generation.skip_special &= tool_format.is_none();
     let choices = (0..generation.n)
         .map(|_| Choice::new(&model.package, &generation, &conversation.ids))
         .collect();
     let requests = generation.requests(&conversation.ids, max_tokens).collect();
-    let part = || Part { logprobs: lengths.logprobs.map(|_| Vec::new()), ..Part::default() };
+    let part = || Part {
+        logprobs: lengths.logprobs.map(|_| Vec::new()),
+        parser: tool_format.map(ToolCallParser::new),
+        ..Part::default()
+    };
     let answer = Answer {
         id: app.answer_id("chatcmpl"),
         created: app::now(),
@@ -78,6 +86,15 @@ fn prepare(app: &App, fields: Map<String, Value>) -> Result<(Answer, Running, bo
     };
     let running = Running::start(model, choices, requests, generation.n)?;
     Ok((answer, running, generation.stream))
+}
+
+/// How the model's calls of tools are found.
+fn tool_format(app: &App, model: &Model) -> Option<ToolFormat> {
+    match app.options.tool_calls {
+        ToolCalls::AsText => None,
+        ToolCalls::Written(format) => Some(format),
+        ToolCalls::OfTemplate => model.package.chat_template().ok()?.tool_format(),
+    }
 }
 
 /// The fields about numbers of tokens.
@@ -126,12 +143,51 @@ struct Part {
     text: String,
     logprobs: Option<Vec<Value>>,
     finish: Option<FinishReason>,
+    /// Where the model was told of tools.
+    parser: Option<ToolCallParser>,
+    /// Calls that have not been told yet.
+    calls: Vec<Value>,
+    /// Calls so far.
+    call_count: usize,
 }
 
 impl Part {
     fn has_news(&self) -> bool {
         let logprobs = self.logprobs.as_ref().is_some_and(|list| !list.is_empty());
-        !self.text.is_empty() || logprobs || self.finish.is_some()
+        !self.text.is_empty() || !self.calls.is_empty() || logprobs || self.finish.is_some()
+    }
+
+    /// Takes text in; `id` is the beginning of the ids of its calls.
+    fn take_text(&mut self, text: &str, id: &str) {
+        let Some(parser) = &mut self.parser else {
+            self.text += text;
+            return;
+        };
+        let mut deltas = parser.push(text);
+        if self.finish.is_some() {
+            deltas.extend(parser.finish());
+        }
+        for delta in deltas {
+            match delta {
+                ToolDelta::Content(text) => self.text += &text,
+                ToolDelta::Call(call) => {
+                    self.calls.push(json!({
+                        "index": self.call_count,
+                        "id": format!("{id}-{}", self.call_count),
+                        "type": "function",
+                        "function": { "name": call.name, "arguments": call.arguments },
+                    }));
+                    self.call_count += 1;
+                }
+            }
+        }
+    }
+
+    fn finish_name(&self) -> Option<&'static str> {
+        match self.finish {
+            Some(FinishReason::Stop) if self.call_count > 0 => Some("tool_calls"),
+            finish => finish.map(FinishReason::name),
+        }
     }
 
     fn take_logprobs(&mut self) -> Value {
@@ -174,8 +230,9 @@ impl Answer {
 
     fn take(&mut self, i: usize, delta: Delta) {
         let part = &mut self.parts[i];
-        part.text += &delta.text;
         part.finish = delta.finish;
+        let id = self.id.strip_prefix("chatcmpl-").unwrap_or(&self.id);
+        part.take_text(&delta.text, &format!("call-{id}-{i}"));
         if let (Some(list), Some(token)) = (&mut part.logprobs, &delta.token) {
             list.push(logprobs::of_chat(&self.tokenizer, token, self.has_top));
         }
@@ -201,13 +258,19 @@ impl Chunks for Answer {
         if !part.has_news() {
             return None;
         }
-        let text = std::mem::take(&mut part.text);
-        let is_last = part.finish.is_some();
+        let (text, calls) = (std::mem::take(&mut part.text), std::mem::take(&mut part.calls));
+        let mut delta = Map::new();
+        if !text.is_empty() || calls.is_empty() && part.finish.is_none() {
+            delta.insert("content".into(), text.into());
+        }
+        if !calls.is_empty() {
+            delta.insert("tool_calls".into(), calls.into());
+        }
         let mut entry = json!({
             "index": i,
-            "delta": if text.is_empty() && is_last { json!({}) } else { json!({ "content": text }) },
+            "delta": delta,
             "logprobs": part.take_logprobs(),
-            "finish_reason": part.finish.map(FinishReason::name),
+            "finish_reason": part.finish_name(),
         });
         if let Some(stop) = choice.found_stop() {
             entry["stop_reason"] = stop.into();
@@ -230,15 +293,23 @@ async fn collect(mut answer: Answer, mut running: Running) -> Result<Response> {
     let parts = answer.parts.iter_mut().zip(running.choices()).enumerate();
     let choices = parts.map(|(i, (part, choice))| {
         let logprobs = part.take_logprobs();
+        let (text, mut calls) = (std::mem::take(&mut part.text), std::mem::take(&mut part.calls));
+        let mut message = json!({ "role": "assistant", "content": text, "refusal": null });
+        if !calls.is_empty() {
+            // Places are for streams.
+            for call in calls.iter_mut().filter_map(Value::as_object_mut) {
+                call.shift_remove("index");
+            }
+            if text.is_empty() {
+                message["content"] = Value::Null;
+            }
+            message["tool_calls"] = calls.into();
+        }
         let mut entry = json!({
             "index": i,
-            "message": {
-                "role": "assistant",
-                "content": std::mem::take(&mut part.text),
-                "refusal": null,
-            },
+            "message": message,
             "logprobs": logprobs,
-            "finish_reason": part.finish.map(FinishReason::name),
+            "finish_reason": part.finish_name(),
         });
         if let Some(stop) = choice.found_stop() {
             entry["stop_reason"] = stop.into();

@@ -10,12 +10,13 @@ use std::pin::Pin;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, mpsc};
 use std::task::{Context, Poll, ready};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use futures_util::Stream;
 use model::{FinishReason, GenerateRequest, Token, Usage};
 use tokio::sync::mpsc as stream;
 
+use crate::metrics::{Counts, TokenTimer};
 use crate::snapshot::Snapshot;
 
 /// What happened to a request.
@@ -82,6 +83,7 @@ pub fn channel(limits: Limits) -> (Handle, Inbox) {
         tickets: AtomicU64::new(0),
         in_flight: AtomicUsize::new(0),
         snapshot: Mutex::default(),
+        counts: Counts::new().expect("the names and borders of our metrics are valid"),
     });
     (Handle { sender, shared: shared.clone() }, Inbox { receiver, shared })
 }
@@ -92,6 +94,7 @@ struct Shared {
     tickets: AtomicU64,
     in_flight: AtomicUsize,
     snapshot: Mutex<Arc<Snapshot>>,
+    counts: Counts,
 }
 
 /// The front's end. Cheap to clone.
@@ -126,11 +129,14 @@ impl Handle {
         let ticket = self.shared.tickets.fetch_add(1, Ordering::Relaxed);
         let (events, reader) = stream::channel(self.shared.limits.buffered_events);
         let overflowed = Arc::new(AtomicBool::new(false));
-        let sink = Sink { events, overflowed: overflowed.clone(), _place: place };
+        let timer = TokenTimer::start();
+        let sink = Sink { events, overflowed: overflowed.clone(), timer, place };
         let gone = |_| Failure::new(503, "the engine has stopped");
         self.sender.send(Command::Submit(ticket, Box::new(request), sink)).map_err(gone)?;
         let room = self.shared.limits.buffered_events;
-        Ok(Events { reader, ticket, sender: self.sender.clone(), overflowed, room, ended: false })
+        let (sender, shared) = (self.sender.clone(), self.shared.clone());
+        let started = Instant::now();
+        Ok(Events { reader, ticket, sender, shared, started, overflowed, room, ended: false })
     }
 
     /// Requests that are in the engine or on their way to it.
@@ -146,6 +152,11 @@ impl Handle {
     /// The engine's latest state.
     pub fn snapshot(&self) -> Arc<Snapshot> {
         self.shared.snapshot.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// Counts of requests.
+    pub fn counts(&self) -> &Counts {
+        &self.shared.counts
     }
 
     /// Has the engine's thread fail all requests and come back. It may be gone already.
@@ -170,9 +181,18 @@ pub struct Events {
     reader: stream::Receiver<Event>,
     ticket: Ticket,
     sender: mpsc::Sender<Command>,
+    shared: Arc<Shared>,
+    started: Instant,
     overflowed: Arc<AtomicBool>,
     room: usize,
     ended: bool,
+}
+
+impl Events {
+    /// Counts the request as one that ended well, whether the engine says so or the front.
+    pub fn count_finished(&self, reason: FinishReason, usage: Usage) {
+        self.shared.counts.finished(self.started.elapsed(), reason, usage);
+    }
 }
 
 /// The last event is a `Finished` or a `Failed`.
@@ -209,13 +229,20 @@ impl Drop for Events {
 pub struct Sink {
     events: stream::Sender<Event>,
     overflowed: Arc<AtomicBool>,
-    _place: Place,
+    timer: TokenTimer,
+    place: Place,
 }
 
 impl Sink {
     /// Puts an event; `false` when the reader is gone or too far behind: the request should be ended.
     #[must_use]
     pub fn put(&self, event: Event) -> bool {
+        let counts = &self.place.0.counts;
+        match &event {
+            Event::Token(_) => self.timer.token(counts),
+            Event::Failed(failure) => counts.failed(failure.status),
+            _ => {}
+        }
         match self.events.try_send(event) {
             Ok(()) => true,
             Err(stream::error::TrySendError::Full(_)) => {

@@ -23,6 +23,8 @@ pub mod generation;
 pub mod guard;
 pub mod listen;
 pub mod logprobs;
+pub mod metrics;
+pub mod openapi;
 pub mod options;
 pub mod prompt;
 pub mod routes;
@@ -32,4 +34,4 @@ pub mod sse;
 pub mod tokens;
 
 pub use app::{App, Model};
-pub use options::{ApiKey, ServerOptions, UnknownFields};
+pub use options::{ApiKey, ServerOptions, ToolCalls, UnknownFields};

@@ -3,6 +3,8 @@
 use std::net::IpAddr;
 use std::time::Duration;
 
+use model::ToolFormat;
+
 /// Settings, with defaults that are safe on a developer's machine.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ServerOptions {
@@ -38,6 +40,8 @@ pub struct ServerOptions {
     pub log_prompts: bool,
     /// What happens to fields that the server does not know.
     pub unknown_fields: UnknownFields,
+    /// How calls of tools are found in what the model writes.
+    pub tool_calls: ToolCalls,
 }
 
 impl Default for ServerOptions {
@@ -59,8 +63,20 @@ impl Default for ServerOptions {
             cors_origins: Vec::new(),
             log_prompts: false,
             unknown_fields: UnknownFields::Refuse,
+            tool_calls: ToolCalls::OfTemplate,
         }
     }
+}
+
+/// How calls of tools are found in what the model writes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ToolCalls {
+    /// In the format that the model's chat template asks for.
+    OfTemplate,
+    /// Not at all: they stay text.
+    AsText,
+    /// In this format.
+    Written(ToolFormat),
 }
 
 /// A key. Never shown.

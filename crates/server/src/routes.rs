@@ -15,14 +15,16 @@ use tower_http::cors::{Any, CorsLayer};
 use crate::app::App;
 use crate::body::JsonObject;
 use crate::error::{ApiError, Result};
-use crate::{admin, chat, completions, guard, tokens};
+use crate::{admin, chat, completions, guard, metrics, openapi, tokens};
 
 /// All routes over `app`.
 pub fn router(app: &Arc<App>) -> Router {
     let open = Router::new()
         .route("/health", get(health))
         .route("/ready", get(ready))
-        .route("/version", get(version));
+        .route("/version", get(version))
+        .route("/metrics", get(metrics))
+        .route("/openapi.json", get(openapi::document));
     let api = Router::new()
         .route("/v1/models", get(models))
         .route("/v1/models/{id}", get(one_model))
@@ -114,6 +116,15 @@ async fn ready(State(app): State<Arc<App>>) -> Result<Response> {
         Some(why) => Err(ApiError::new(503, why.clone())),
         None => Ok(Json(json!({ "status": "ready" })).into_response()),
     }
+}
+
+/// Without a key, as scrapers expect it: there are numbers in it, and names of resources.
+async fn metrics(State(app): State<Arc<App>>) -> Result<Response> {
+    let model = app.model()?;
+    let (counts, snapshot) = (model.engine.counts(), model.engine.snapshot());
+    let text = metrics::render(&model.names[0], counts, &snapshot)
+        .map_err(|e| ApiError::new(500, format!("the metrics cannot be written: {e}")))?;
+    Ok(([(header::CONTENT_TYPE, metrics::CONTENT_TYPE)], text).into_response())
 }
 
 async fn version() -> Json<Value> {

@@ -67,7 +67,11 @@ impl Running {
             };
             let taken = self.choices[i].take(event);
             match &taken {
-                Ok(delta) if delta.finish.is_some() => self.events[i] = None,
+                Ok(Delta { finish: Some(reason), .. }) => {
+                    if let Some(events) = self.events[i].take() {
+                        events.count_finished(*reason, self.choices[i].usage());
+                    }
+                }
                 Ok(_) => {}
                 Err(_) => self.events.iter_mut().for_each(|events| *events = None),
             }

@@ -14,11 +14,12 @@ pub fn tokenize(app: &App, fields: Map<String, Value>) -> Result<Value> {
     fields.string("model")?;
     let with_strings = fields.boolean("return_token_strs")?.unwrap_or(false);
     let tokenizer = &model.package.tokenizer;
+    // For a conversation its template decides both.
+    let special = fields.boolean("add_special_tokens")?.unwrap_or(true);
+    let parse = fields.boolean("parse_special")?.unwrap_or(false);
     let prompt = fields.string("prompt")?;
     let ids = match prompt {
         Some(text) => {
-            let special = fields.boolean("add_special_tokens")?.unwrap_or(true);
-            let parse = fields.boolean("parse_special")?.unwrap_or(false);
             let ids = tokenizer.encode(&text, parse);
             let ids = ids.map_err(|e| ApiError::field("prompt", format!("prompt: {e}")))?;
             if special { tokenizer.with_bos(ids) } else { ids }

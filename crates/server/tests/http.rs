@@ -5,9 +5,10 @@ mod support;
 use std::io::{Read, Write};
 use std::time::Duration;
 
+use model::ToolFormat;
 use serde_json::{Value, json};
 use server::engine::Failure;
-use server::{ApiKey, ServerOptions, UnknownFields};
+use server::{ApiKey, ServerOptions, ToolCalls, UnknownFields};
 use support::http::{self, get, post, receive, send, text_of, wait_until};
 use support::{Script, Server, counts, says};
 
@@ -450,4 +451,86 @@ fn text_becomes_ids_and_ids_text() {
     assert_eq!(render["prompt"], "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n");
     let tokens = post(server.address, "/tokenize", &body).json();
     assert_eq!(tokens["tokens"], render["prompt_token_ids"]);
+}
+
+/// A chat with a tool, over a server that finds calls in this format.
+fn with_tools(format: ToolFormat, text: &'static str) -> (Value, Value, Vec<Value>) {
+    let tool_calls = ToolCalls::Written(format);
+    let options = ServerOptions { tool_calls, ..ServerOptions::default() };
+    let server = Server::new(options, move |_| says(text));
+    let tools = json!([{ "type": "function", "function": { "name": "f" } }]);
+    let whole = post(server.address, CHAT, &chat(json!({ "tools": tools }))).json();
+    let stream = post(server.address, CHAT, &chat(json!({ "tools": tools, "stream": true })));
+    let deltas = stream.events().into_iter().map(|event| event["choices"][0].clone()).collect();
+    let without = post(server.address, CHAT, &chat(json!({}))).json();
+    (whole["choices"][0].clone(), without["choices"][0].clone(), deltas)
+}
+
+#[test]
+fn calls_of_tools_are_told_apart_from_text() {
+    let text = "Let me see.\n<tool_call>\n{\"name\": \"f\", \"arguments\": {\"a\": [1, \"é\"]}}\n</tool_call>\n\
+                <tool_call>\n{\"name\": \"g\", \"arguments\": {}}\n</tool_call>";
+    let (whole, without, deltas) = with_tools(ToolFormat::Hermes, text);
+    assert_eq!(whole["message"]["content"], "Let me see.");
+    let calls = whole["message"]["tool_calls"].as_array().unwrap();
+    let functions: Vec<&Value> = calls.iter().map(|call| &call["function"]).collect();
+    let expected = [
+        json!({ "name": "f", "arguments": "{\"a\": [1, \"é\"]}" }),
+        json!({ "name": "g", "arguments": "{}" }),
+    ];
+    assert_eq!(functions, expected.iter().collect::<Vec<_>>());
+    assert_ne!(calls[0]["id"], calls[1]["id"]);
+    assert!(calls.iter().all(|call| call["type"] == "function" && call.get("index").is_none()));
+    // Nobody asked for tools: what looks like a call is text.
+    assert_eq!(without["message"]["content"], text);
+
+    let text: String = deltas.iter().filter_map(|d| d["delta"]["content"].as_str()).collect();
+    assert_eq!(text, "Let me see.");
+    let told: Vec<&Value> =
+        deltas.iter().filter_map(|d| d["delta"]["tool_calls"].as_array()).flatten().collect();
+    assert_eq!(told.len(), 2);
+    for (i, call) in told.iter().enumerate() {
+        assert_eq!((&call["index"], &call["function"]), (&json!(i), &expected[i]));
+    }
+}
+
+#[test]
+fn an_answer_that_is_a_call_has_no_content_and_its_own_reason() {
+    let call = "{\"name\": \"f\", \"parameters\": {}}";
+    let (whole, _, deltas) = with_tools(ToolFormat::Llama3, call);
+    assert_eq!(whole["message"]["content"], Value::Null);
+    assert_eq!(whole["message"]["tool_calls"][0]["function"]["name"], "f");
+    assert_eq!(whole["finish_reason"], "tool_calls");
+    assert_eq!(deltas.last().unwrap()["finish_reason"], "tool_calls");
+    let (whole, ..) = with_tools(ToolFormat::Llama3, "{\"name\": \"f\", \"parameters\": {");
+    assert_eq!(whole["finish_reason"], "stop");
+    assert_eq!(whole["message"]["content"], "{\"name\": \"f\", \"parameters\": {");
+    assert!(whole["message"].get("tool_calls").is_none());
+}
+
+#[test]
+fn metrics_are_there_without_a_key_and_count_requests() {
+    let keys = vec![ApiKey("k".into())];
+    let server =
+        Server::new(ServerOptions { api_keys: keys, ..ServerOptions::default() }, |_| says("abc"));
+    let text = || String::from_utf8(get(server.address, "/metrics").body).unwrap();
+    let value = |name: &str| -> f64 {
+        let text = text();
+        let line = text.lines().find(|line| line.starts_with(&format!("{name}{{")));
+        line.unwrap_or_else(|| panic!("{name}\n{text}"))
+            .rsplit(' ')
+            .next()
+            .unwrap()
+            .parse()
+            .unwrap()
+    };
+    assert_eq!(value("vllm:time_to_first_token_seconds_count"), 0.0);
+    let body = complete(json!({ "stop": "b" }));
+    let head = "Authorization: Bearer k\r\n";
+    let answer = receive(send(server.address, COMPLETE, head, &body.to_string())).unwrap();
+    assert_eq!(answer.status, 200);
+    assert_eq!(value("vllm:time_to_first_token_seconds_count"), 1.0);
+    // The front has ended it at the stop string; the engine does not know why.
+    assert_eq!(value("vllm:e2e_request_latency_seconds_count"), 1.0);
+    assert!(text().contains("finished_reason=\"stop\",model_name=\"tiny\"} 1"), "{}", text());
 }

@@ -7,8 +7,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use clap::Args;
+use model::ToolFormat;
 use server::engine::{self, Failure, Handle};
-use server::{ApiKey, App, Model, ServerOptions};
+use server::{ApiKey, App, Model, ServerOptions, ToolCalls};
 use tokio::net::TcpListener;
 use tokio::runtime::Runtime;
 use tokio::signal::unix::{SignalKind, signal};
@@ -16,7 +17,7 @@ use tokio::sync::watch;
 
 use super::ConfigArg;
 use super::settings::ServerFlags;
-use crate::config::{Config, ServerConfig};
+use crate::config::{Config, ServerConfig, ToolParser};
 use crate::driver::Driver;
 use crate::error::{Error, ErrorKind, Result};
 use crate::setup::{self, Loaded};
@@ -58,6 +59,12 @@ fn options(config: &ServerConfig) -> Result<ServerOptions> {
         cors_origins: config.cors_origins.clone(),
         log_prompts: config.log_prompts,
         unknown_fields: config.unknown_fields,
+        tool_calls: match config.tool_parser {
+            ToolParser::Auto => ToolCalls::OfTemplate,
+            ToolParser::None => ToolCalls::AsText,
+            ToolParser::Hermes => ToolCalls::Written(ToolFormat::Hermes),
+            ToolParser::Llama3 => ToolCalls::Written(ToolFormat::Llama3),
+        },
     })
 }
 

@@ -32,7 +32,8 @@ pub struct ServerConfig {
     pub max_body_bytes: usize,
     /// Bytes of a request's head at most; default 32 KiB.
     pub max_header_bytes: usize,
-    /// Seconds that a request's head, and again its body, may take to arrive; default 30.
+    /// Seconds that a request's head, and again its body, may take to arrive, 0 for any
+    /// time; default 30.
     pub read_timeout: u64,
     /// Seconds that a request may take, 0 for any time; default 0.
     pub request_timeout: u64,

@@ -280,9 +280,9 @@ pub const SETTINGS: &[Setting] = &[
         table: "server",
         key: "read_timeout",
         flag: "read-timeout",
-        help: "Seconds that a request's head, and again its body, may take to arrive",
+        help: "Seconds that a request's head, and again its body, may take to arrive; 0 for any time",
         default: "30",
-        access: Access::Integer(1..=86_400, |c| &mut c.server.read_timeout),
+        access: Access::Integer(SECONDS, |c| &mut c.server.read_timeout),
     },
     Setting {
         table: "server",
