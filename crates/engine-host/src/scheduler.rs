@@ -55,7 +55,7 @@ pub(crate) struct Scheduler {
 }
 
 /// Tokens that make it worth a wait that another request computes them.
-const WORTH_WAITING: usize = 32;
+const WORTH_WAITING: usize = 8;
 
 /// Most requests that are passed over in one step.
 const MOST_ASIDE: usize = 1024;
@@ -131,11 +131,15 @@ impl Scheduler {
         let Some(request) = requests.get(rid).filter(begins) else { return false };
         let most = request.tokens.len() - 1;
         self.running.iter().filter_map(|&rid| requests.get(rid)).any(|other| {
-            let next = other.computed..(other.computed + WORTH_WAITING);
-            // The new tokens first: they differ most often.
-            next.end <= other.prompt_len.min(most)
-                && request.tokens[next.clone()] == other.tokens[next]
-                && request.tokens[..other.computed] == other.tokens[..other.computed]
+            let done = other.computed;
+            if done >= other.prompt_len.min(most) {
+                return false;
+            }
+            // The next tokens first: they differ most often.
+            let pairs =
+                request.tokens[done..most].iter().zip(&other.tokens[done..other.prompt_len]);
+            let next = pairs.take(WORTH_WAITING).take_while(|(own, its)| own == its).count();
+            next == WORTH_WAITING && request.tokens[..done] == other.tokens[..done]
         })
     }
 
