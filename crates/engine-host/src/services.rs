@@ -243,7 +243,10 @@ impl HostServices for Services {
     }
 
     fn spawn(&self, name: &str, job: Job) -> resource_api::Result<()> {
-        let thread = std::thread::Builder::new().name(name.into()).spawn(move || job.run())?;
+        let thread = std::thread::Builder::new().name(name.into()).spawn(move || {
+            // Whoever is to be charged for a panic has been told.
+            let _ = job.run();
+        })?;
         lock(&self.threads).push(thread);
         Ok(())
     }

@@ -18,41 +18,6 @@ pub fn capability(args: TokenStream, item: TokenStream) -> TokenStream {
     capability::expand(args.into(), item.into()).unwrap_or_else(|e| e.into_compile_error()).into()
 }
 
-/// Instruction set extensions that a build may be told to use everywhere (`target-cpu=native`).
-const FEATURES: [&str; 31] = [
-    "sse3",
-    "ssse3",
-    "sse4.1",
-    "sse4.2",
-    "popcnt",
-    "avx",
-    "avx2",
-    "fma",
-    "f16c",
-    "bmi1",
-    "bmi2",
-    "lzcnt",
-    "movbe",
-    "aes",
-    "pclmulqdq",
-    "sha",
-    "gfni",
-    "vaes",
-    "vpclmulqdq",
-    "avx512f",
-    "avx512bw",
-    "avx512cd",
-    "avx512dq",
-    "avx512vl",
-    "avx512ifma",
-    "avx512vbmi",
-    "avx512vbmi2",
-    "avx512vnni",
-    "avx512bitalg",
-    "avx512vpopcntdq",
-    "avx512bf16",
-];
-
 /// The part of `export_plugin!` that needs a generated symbol name.
 #[doc(hidden)]
 #[proc_macro]
@@ -62,7 +27,6 @@ pub fn plugin_entry(input: TokenStream) -> TokenStream {
         Ok(kinds) => kinds.into_iter().collect::<Vec<_>>(),
         Err(e) => return e.into_compile_error().into(),
     };
-    let features = FEATURES.as_slice();
     quote! {
         // The name that abi_stable 0.11 looks a root module up by.
         #[unsafe(no_mangle)]
@@ -87,7 +51,8 @@ pub fn plugin_entry(input: TokenStream) -> TokenStream {
                 name: env!("CARGO_PKG_NAME"),
                 version: env!("CARGO_PKG_VERSION"),
                 unwinds: cfg!(panic = "unwind"),
-                features: &[#((#features, cfg!(target_feature = #features))),*],
+                features: ::resource_api::with_cpu_features!(::resource_api::enabled_cpu_features),
+                is_debug: cfg!(debug_assertions),
                 kinds: &[#(<#kinds as ::resource_api::ResourceKind>::KIND),*],
                 provides: &[#(<#kinds as ::resource_api::ResourceKind>::PROVIDES),*],
             };

@@ -93,6 +93,7 @@ pub struct Body {
     have: u64,
     message: RString,
     location: RString,
+    details: RString,
 }
 
 /// Result of everything in this crate that can fail.
@@ -107,6 +108,7 @@ impl ResourceError {
             have: 0,
             message: message.into().into(),
             location: RString::new(),
+            details: RString::new(),
         };
         Self(RBox::new(body))
     }
@@ -131,6 +133,12 @@ impl ResourceError {
         Self::new(ErrorKind::INTERNAL, message)
     }
 
+    /// The same with another kind.
+    pub fn with_kind(mut self, kind: ErrorKind) -> Self {
+        self.0.kind = kind;
+        self
+    }
+
     /// Adds how much was needed and how much there was.
     pub fn with_amounts(mut self, need: u64, have: u64) -> Self {
         self.0.need = need;
@@ -141,6 +149,12 @@ impl ResourceError {
     /// Adds where in the source the fault was raised.
     pub fn at(mut self, location: impl Into<String>) -> Self {
         self.0.location = location.into().into();
+        self
+    }
+
+    /// Adds what a person may want to read who asks for more: many lines, a backtrace for example.
+    pub fn with_details(mut self, details: impl Into<String>) -> Self {
+        self.0.details = details.into().into();
         self
     }
 
@@ -163,6 +177,11 @@ impl ResourceError {
     /// Where in the source it was raised; empty when unknown.
     pub fn location(&self) -> &str {
         self.0.location.as_str()
+    }
+
+    /// What there is beside the message, in any number of lines; mostly nothing.
+    pub fn details(&self) -> &str {
+        self.0.details.as_str()
     }
 
     /// (needed, available), both 0 when they do not apply.

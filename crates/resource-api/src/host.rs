@@ -3,9 +3,11 @@
 //! Each cdylib has its own std, thread pools, logger and allocator; what must be shared goes
 //! through here. The list grows at the end.
 
+use crate::abi::guard::guard;
 use crate::id::{LabelId, NodeId, WalkId};
-use crate::{Device, Result};
+use crate::{Device, ResourceError, Result};
 use abi_stable::StableAbi;
+use abi_stable::std_types::RResult;
 use resource_api_macros::capability;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::{Arc, Mutex};
@@ -163,21 +165,27 @@ impl HostServicesHandle {
 #[derive(Debug, StableAbi)]
 pub struct Job {
     state: *mut (),
-    call: unsafe extern "C" fn(*mut (), bool),
+    call: unsafe extern "C" fn(*mut (), bool) -> RResult<(), ResourceError>,
 }
 
 // SAFETY: made from a `Send` closure only.
 unsafe impl Send for Job {}
 
-unsafe extern "C" fn call_job<F: FnOnce() + Send + 'static>(state: *mut (), run: bool) {
-    // SAFETY: `new` leaked a Box<F>; it comes back exactly once, from `run` or from `drop`.
-    let job = unsafe { Box::from_raw(state as *mut F) };
-    // A panic ends the job, not the process; the thread's own hook has printed it.
-    if let Err(payload) =
-        catch_unwind(AssertUnwindSafe(move || if run { job() } else { drop(job) }))
-    {
-        std::mem::forget(payload);
-    }
+unsafe extern "C" fn call_job<F: FnOnce() + Send + 'static>(
+    state: *mut (),
+    run: bool,
+) -> RResult<(), ResourceError> {
+    guard("a job", || {
+        // SAFETY: `new` leaked a Box<F>; it comes back exactly once, from `run` or from `drop`.
+        let job = unsafe { Box::from_raw(state as *mut F) };
+        if run {
+            job()
+        } else {
+            drop(job)
+        }
+        Ok(())
+    })
+    .into()
 }
 
 impl Job {
@@ -187,17 +195,20 @@ impl Job {
     }
 
     /// Runs it.
-    pub fn run(self) {
+    ///
+    /// # Errors
+    /// `PANICKED` when it did, caught in the library that made the job.
+    pub fn run(self) -> Result<()> {
         let this = std::mem::ManuallyDrop::new(self);
         // SAFETY: consumed here, so called once.
-        unsafe { (this.call)(this.state, true) }
+        unsafe { (this.call)(this.state, true) }.into()
     }
 }
 
 impl Drop for Job {
     fn drop(&mut self) {
         // SAFETY: not run (`run` forgets self), so the closure is still there.
-        unsafe { (self.call)(self.state, false) }
+        let _ = unsafe { (self.call)(self.state, false) };
     }
 }
 
@@ -263,7 +274,12 @@ impl HostServices for PlainHost {
         1 << 40
     }
     fn spawn(&self, name: &str, job: Job) -> Result<()> {
-        std::thread::Builder::new().name(name.into()).spawn(move || job.run())?;
+        let thread = std::thread::Builder::new().name(name.into());
+        thread.spawn(move || {
+            if let Err(e) = job.run() {
+                eprintln!("{e}");
+            }
+        })?;
         Ok(())
     }
 }

@@ -84,6 +84,9 @@
 //! Every entry into a plugin catches panics inside the plugin. A panic becomes an error of kind
 //! [`ErrorKind::PANICKED`]; from then on calls to the resource and all its capabilities answer
 //! [`ErrorKind::POISONED`] without entering it. Build plugins with `panic = "unwind"` (the default).
+//! A resource that hands on what another one's panic answered is not marked itself: its caller gets
+//! [`ErrorKind::POISONED`]. A panic on a thread of [`HostServices::spawn`] ends that thread alone; the
+//! host counts and logs it under the name of the resource.
 //!
 //! # Versions
 //!

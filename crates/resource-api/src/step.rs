@@ -142,6 +142,11 @@ impl<'a> ResourceStep<'a> {
         self.token_ids.get()
     }
 
+    /// Whether the share has options, of whatever type.
+    pub fn has_options(&self) -> bool {
+        !self.options.is_none()
+    }
+
     /// Options of the resource's kind; `None` means its defaults.
     ///
     /// # Errors

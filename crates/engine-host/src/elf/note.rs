@@ -5,6 +5,8 @@ use resource_api::abi::note::{NAME, NAME_LEN, TYPE};
 
 use super::header::{Fields, Image, PT_NOTE, Segment};
 
+pub use resource_api::abi::library::{MOST_KINDS, MOST_NAME_BYTES};
+
 /// Larger notes are not ours.
 const MAX_BYTES: u64 = 64 << 10;
 
@@ -19,6 +21,8 @@ pub struct PluginNote {
     pub rustc: String,
     /// `unwind` or `abort`.
     pub panic: String,
+    /// `debug` or `release`; empty where it does not say.
+    pub profile: String,
     /// Instruction set extensions that all of its code may use.
     pub features: Vec<String>,
     /// Kinds that it builds.
@@ -52,6 +56,7 @@ impl PluginNote {
                 "api" => note.api = value,
                 "rustc" => note.rustc = value,
                 "panic" => note.panic = value,
+                "profile" => note.profile = value,
                 "feature" => note.features.push(value),
                 "kind" => note.kinds.push(value),
                 "provides" => note.provides.push(value),
@@ -63,6 +68,17 @@ impl PluginNote {
 
     /// Why this process cannot run the library; one line that says what to do.
     pub fn check(&self) -> Result<(), String> {
+        let names = self.kinds.iter().chain(&self.provides);
+        if self.kinds.len() > MOST_KINDS || self.provides.len() > MOST_KINDS {
+            let (kinds, provides) = (self.kinds.len(), self.provides.len());
+            return Err(format!(
+                "its note names {kinds} kinds and {provides} capabilities, more than the {MOST_KINDS} \
+                 of each that a plugin may have"
+            ));
+        }
+        if let Some(long) = names.map(String::len).find(|&len| len > MOST_NAME_BYTES) {
+            return Err(format!("its note has a name of {long} bytes"));
+        }
         let host = resource_api::API_VERSION;
         if self.api.split('.').next() != host.split('.').next() {
             return Err(format!(
@@ -112,58 +128,25 @@ fn find(bytes: &[u8], align: usize) -> Option<&[u8]> {
     None
 }
 
+/// Whether this CPU has what a note names. What the host does not know, the code may rely on all the
+/// same, so it counts as missing.
 #[cfg(target_arch = "x86_64")]
-fn cpu_has(feature: &str) -> bool {
-    macro_rules! has {
-        ($($name:tt),*) => {
+pub fn cpu_has(feature: &str) -> bool {
+    macro_rules! detected {
+        ($($name:tt)*) => {
             match feature {
                 $($name => std::arch::is_x86_feature_detected!($name),)*
-                // Unknown to this host: the code may rely on it.
                 _ => false,
             }
         };
     }
-    has!(
-        "sse",
-        "sse2",
-        "sse3",
-        "ssse3",
-        "sse4.1",
-        "sse4.2",
-        "popcnt",
-        "avx",
-        "avx2",
-        "fma",
-        "f16c",
-        "bmi1",
-        "bmi2",
-        "lzcnt",
-        "movbe",
-        "aes",
-        "pclmulqdq",
-        "sha",
-        "gfni",
-        "vaes",
-        "vpclmulqdq",
-        "avx512f",
-        "avx512bw",
-        "avx512cd",
-        "avx512dq",
-        "avx512vl",
-        "avx512ifma",
-        "avx512vbmi",
-        "avx512vbmi2",
-        "avx512vnni",
-        "avx512bitalg",
-        "avx512vpopcntdq",
-        "avx512bf16",
-        "avxvnni"
-    )
+    resource_api::with_cpu_features!(detected)
 }
 
+/// The names are those of x86-64.
 #[cfg(not(target_arch = "x86_64"))]
-fn cpu_has(_feature: &str) -> bool {
-    true
+pub fn cpu_has(_feature: &str) -> bool {
+    false
 }
 
 #[cfg(test)]

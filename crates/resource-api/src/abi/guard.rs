@@ -5,13 +5,15 @@
 
 use crate::{ErrorKind, ResourceError, Result};
 use std::any::Any;
+use std::backtrace::{Backtrace, BacktraceStatus};
 use std::cell::{Cell, RefCell};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Once;
 
 thread_local! {
     static DEPTH: Cell<u32> = const { Cell::new(0) };
-    static LOCATION: RefCell<String> = const { RefCell::new(String::new()) };
+    static LOCATION: RefCell<(String, String)> =
+        const { RefCell::new((String::new(), String::new())) };
 }
 
 /// Runs `f`; a panic in it becomes an error of kind `PANICKED` that says where.
@@ -22,9 +24,16 @@ pub fn guard<R>(what: &'static str, f: impl FnOnce() -> Result<R>) -> Result<R> 
     let outcome = catch_unwind(AssertUnwindSafe(f));
     DEPTH.with(|d| d.set(d.get() - 1));
     match outcome {
+        Ok(Err(e)) if e.kind() == ErrorKind::PANICKED => Err(handed_on(e)),
         Ok(result) => result,
         Err(payload) => Err(panicked(what, payload)),
     }
+}
+
+/// The panic of another resource, which this one was told of and hands on: it is not its own.
+#[cold]
+fn handed_on(e: ResourceError) -> ResourceError {
+    e.with_kind(ErrorKind::POISONED)
 }
 
 #[cold]
@@ -38,11 +47,14 @@ fn panicked(what: &'static str, payload: Box<dyn Any + Send>) -> ResourceError {
     if let Err(second) = catch_unwind(AssertUnwindSafe(move || drop(payload))) {
         std::mem::forget(second);
     }
-    let location = LOCATION.with(|l| std::mem::take(&mut *l.borrow_mut()));
-    ResourceError::new(ErrorKind::PANICKED, format!("{what} panicked: {message}")).at(location)
+    let (location, backtrace) = LOCATION.with(|l| std::mem::take(&mut *l.borrow_mut()));
+    ResourceError::new(ErrorKind::PANICKED, format!("{what} panicked: {message}"))
+        .at(location)
+        .with_details(backtrace)
 }
 
-/// Makes panics inside [`guard`] silent and remembers where they came from. Once per library.
+/// Makes panics inside [`guard`] silent and remembers where they came from, with a backtrace if
+/// `RUST_BACKTRACE` is set. Once per library.
 pub fn install_panic_hook() {
     static ONCE: Once = Once::new();
     ONCE.call_once(|| {
@@ -52,7 +64,13 @@ pub fn install_panic_hook() {
                 return previous(info);
             }
             if let Some(location) = info.location() {
-                LOCATION.with(|l| *l.borrow_mut() = location.to_string());
+                // Of this library's own frames, when RUST_BACKTRACE asks for it.
+                let trace = Backtrace::capture();
+                let trace = match trace.status() {
+                    BacktraceStatus::Captured => trace.to_string(),
+                    _ => String::new(),
+                };
+                LOCATION.with(|l| *l.borrow_mut() = (location.to_string(), trace));
             }
         }));
     });

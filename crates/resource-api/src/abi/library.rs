@@ -2,9 +2,9 @@
 
 use super::guard::guard;
 use super::layout::{check, check_methods};
-use super::object::open;
+use super::object::{Interface, open};
 use super::root::{API_VERSION, INTERFACES, InterfaceDesc, PluginRootRef, TYPES, TypeDesc};
-use crate::kind::KindHandle;
+use crate::kind::{Kind, KindHandle};
 use crate::{ErrorKind, ResourceError, Result};
 use abi_stable::StableAbi;
 use abi_stable::library::{AbiHeaderRef, LibHeader};
@@ -13,6 +13,11 @@ use std::path::Path;
 
 /// glibc's flag that keeps a library mapped for ever.
 const RTLD_NODELETE: i32 = 0x1000;
+
+/// Most kinds of a plugin, and most capabilities.
+pub const MOST_KINDS: usize = 64;
+/// Longest name of a plugin, a kind or a capability.
+pub const MOST_NAME_BYTES: usize = 128;
 
 /// The symbol that `export_plugin!` writes.
 const ENTRY: &[u8] = b"_1as_0lib_1header_0root_bmodule_bloader\0";
@@ -40,7 +45,6 @@ pub struct PluginLibrary {
 /// to run the file's code in this process, as starting it would be; there is nothing more that a
 /// caller could check.
 pub fn load_trusted(path: &Path) -> Result<PluginLibrary> {
-    let refuse = |m: String| ResourceError::new(ErrorKind::INCOMPATIBLE, m);
     // SAFETY: initialisers of the file run here; the caller has decided to run its code.
     let library = unsafe { Library::open(Some(path), RTLD_NOW | RTLD_LOCAL | RTLD_NODELETE) }
         .map_err(|e| refuse(format!("cannot be loaded: {}", loader_text(&e))))?;
@@ -56,6 +60,15 @@ pub fn load_trusted(path: &Path) -> Result<PluginLibrary> {
         })?
     };
     std::mem::forget(library);
+    open_root(header)
+}
+
+fn refuse(message: String) -> ResourceError {
+    ResourceError::new(ErrorKind::INCOMPATIBLE, message)
+}
+
+/// Compares what the library was compiled against, and then, not before, calls its constructor.
+fn open_root(header: &'static LibHeader) -> Result<PluginLibrary> {
     let versions = header.version_strings();
     let major = versions.version.as_str().split('.').next().unwrap_or("");
     if major != API_VERSION.split('.').next().unwrap_or("") {
@@ -72,8 +85,7 @@ pub fn load_trusted(path: &Path) -> Result<PluginLibrary> {
                 .into(),
         )
     })?;
-    check(PluginRootRef::LAYOUT, layout)
-        .map_err(|e| refuse(format!("contract layout: {e}: {REBUILD}")))?;
+    check(PluginRootRef::LAYOUT, layout).map_err(|e| rebuild("contract layout", &e))?;
     // SAFETY: the layout fits, so the constructor gives a root of this type.
     let root = unsafe { header.init_root_module_with_unchecked_layout::<PluginRootRef>() }
         .map_err(|e| refuse(format!("its constructor failed: {}", one_line(&e.to_string()))))?;
@@ -84,11 +96,22 @@ pub fn load_trusted(path: &Path) -> Result<PluginLibrary> {
                 .into(),
         ));
     }
+    let count = root.kinds().len();
+    if count == 0 || count > MOST_KINDS {
+        return Err(refuse(format!("exports {count} kinds; a plugin has 1 to {MOST_KINDS}")));
+    }
+    let texts = [("name", root.name()), ("version", root.version()), ("api", root.api())];
+    for (what, text) in texts {
+        if text.as_ptr().is_null() || text.len() > MOST_NAME_BYTES {
+            return Err(refuse(format!("its {what} is no text of 1 to {MOST_NAME_BYTES} bytes")));
+        }
+    }
     check_contract(root.interfaces().as_slice(), root.types().as_slice())
-        .map_err(|e| refuse(format!("{e}: the contract is a draft, so {REBUILD}")))?;
+        .map_err(|e| rebuild("the contract is a draft", &e))?;
     let kinds = guard("opening kinds", || {
         root.kinds().iter().map(|k| open::<KindHandle>(k.object())).collect::<Result<Vec<_>>>()
     })?;
+    check_names(&kinds)?;
     Ok(PluginLibrary {
         name: root.name().to_string(),
         version: root.version().to_string(),
@@ -97,8 +120,31 @@ pub fn load_trusted(path: &Path) -> Result<PluginLibrary> {
     })
 }
 
-/// What to do about a plugin that was built against another contract.
-const REBUILD: &str = "rebuild the plugin against this version of resource-api";
+/// What kinds answer about themselves: a panic is answered with nothing.
+fn check_names(kinds: &[KindHandle]) -> Result<()> {
+    for kind in kinds {
+        let (name, provides) = (kind.kind(), kind.provides());
+        kind.object().check_fault().map_err(|e| refuse(e.to_string()))?;
+        if name.is_empty() || name.len() > MOST_NAME_BYTES {
+            return Err(refuse(format!("has a kind with a name of {} bytes", name.len())));
+        }
+        let long = provides.iter().any(|p| p.len() > MOST_NAME_BYTES);
+        if provides.len() > MOST_KINDS || long {
+            return Err(refuse(format!(
+                "its kind `{name}` offers {} capabilities, or one with a name of over \
+                 {MOST_NAME_BYTES} bytes",
+                provides.len()
+            )));
+        }
+    }
+    Ok(())
+}
+
+/// An answer about a plugin that was built against another contract.
+fn rebuild(what: &str, e: &ResourceError) -> ResourceError {
+    let message = format!("{what}: {e}: rebuild the plugin against this version of resource-api");
+    refuse(message).with_details(e.details())
+}
 
 /// While the contract is a draft, both sides must have the same interfaces and types.
 fn check_contract(interfaces: &[InterfaceDesc], types: &[TypeDesc]) -> Result<()> {
@@ -131,4 +177,90 @@ fn loader_text(e: &libloading::Error) -> String {
 
 fn one_line(text: &str) -> String {
     text.split_whitespace().collect::<Vec<_>>().join(" ")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::root::{header, open_plugin};
+    use super::*;
+    use crate::spec::{EngineResourceInfo, NodeResourceSpec};
+    use crate::{Resource, ResourceKind};
+    use abi_stable::library::{CheckTypeLayout, RootModuleResult};
+
+    struct Plain;
+    impl Resource for Plain {}
+    impl ResourceKind for Plain {
+        type Spec = ();
+        const KIND: &'static str = "plain";
+        fn build(_: NodeResourceSpec<()>, _: &EngineResourceInfo) -> Result<Self> {
+            Ok(Plain)
+        }
+    }
+
+    /// A header whose constructor is `$open`.
+    macro_rules! plugin {
+        ($name:ident, $unwinds:expr, $kinds:expr) => {{
+            extern "C" fn $name() -> RootModuleResult {
+                open_plugin("test", "0.1.0", $unwinds, $kinds)
+            }
+            Box::leak(Box::new(header($name)))
+        }};
+    }
+
+    fn refusal(header: &'static LibHeader) -> String {
+        let e = open_root(header).unwrap_err();
+        assert!(!e.message().contains('\n'), "{e}");
+        e.message().to_string()
+    }
+
+    #[test]
+    fn a_plugin_that_fits_is_opened() {
+        let library = open_root(plugin!(good, true, || vec![crate::kind::<Plain>()])).unwrap();
+        assert_eq!((library.name.as_str(), library.kinds.len()), ("test", 1));
+        assert_eq!(library.kinds[0].kind(), "plain");
+    }
+
+    #[test]
+    fn constructors_that_fail_are_refused_with_their_own_words() {
+        let panics = plugin!(panics, true, || panic!("no GPU here"));
+        let what = refusal(panics);
+        assert!(what.starts_with("its constructor failed: "), "{what}");
+        assert!(what.contains("panicked: no GPU here"), "{what}");
+        let none = plugin!(none, true, Vec::new);
+        assert_eq!(refusal(none), "exports 0 kinds; a plugin has 1 to 64");
+        let many = plugin!(many, true, || (0..100_000).map(|_| crate::kind::<Plain>()).collect());
+        assert_eq!(refusal(many), "exports 100000 kinds; a plugin has 1 to 64");
+        let aborts = plugin!(aborts, false, || vec![crate::kind::<Plain>()]);
+        assert!(refusal(aborts).starts_with("was built with panic=abort"));
+    }
+
+    #[test]
+    fn kinds_with_absurd_names_are_refused() {
+        struct Long;
+        impl Resource for Long {}
+        impl ResourceKind for Long {
+            type Spec = ();
+            const KIND: &'static str = match std::str::from_utf8(&[b'x'; 1000]) {
+                Ok(name) => name,
+                Err(_) => "",
+            };
+            fn build(_: NodeResourceSpec<()>, _: &EngineResourceInfo) -> Result<Self> {
+                Ok(Long)
+            }
+        }
+        let long = plugin!(long, true, || vec![crate::kind::<Long>()]);
+        assert_eq!(refusal(long), "has a kind with a name of 1000 bytes");
+    }
+
+    #[test]
+    fn a_header_without_a_layout_is_refused_before_its_constructor_runs() {
+        extern "C" fn open() -> RootModuleResult {
+            panic!("must not be called")
+        }
+        // SAFETY: the constructor is never called.
+        let header =
+            unsafe { LibHeader::from_constructor::<PluginRootRef>(open, CheckTypeLayout::No) };
+        let what = refusal(Box::leak(Box::new(header)));
+        assert!(what.starts_with("carries no layout description"), "{what}");
+    }
 }

@@ -9,6 +9,7 @@
 //! | `api` | version of the contract |
 //! | `rustc` | the compiler |
 //! | `panic` | `unwind` or `abort` |
+//! | `profile` | `debug` or `release` |
 //! | `feature` | an instruction set extension that all of the code may use; one line each |
 //! | `kind` | a kind that it builds; one line each |
 //! | `provides` | a capability of what it builds; one line each |
@@ -21,6 +22,31 @@ pub const NAME_LEN: u32 = 7;
 pub const TYPE: u32 = 1;
 /// Longest content, with its closing zero.
 const MOST: usize = 4096;
+
+/// Calls `$with!` with the names of all instruction set extensions that a note can tell of, so that
+/// plugins and hosts have one list. Those that every CPU of the architecture has are not in it.
+#[macro_export]
+#[doc(hidden)]
+macro_rules! with_cpu_features {
+    ($($with:tt)+) => {
+        $($with)+!(
+            "sse3" "ssse3" "sse4.1" "sse4.2" "popcnt" "avx" "avx2" "fma" "f16c" "bmi1" "bmi2" "lzcnt"
+            "movbe" "adx" "aes" "pclmulqdq" "sha" "gfni" "vaes" "vpclmulqdq" "rdrand" "rdseed" "xsave"
+            "xsavec" "xsaveopt" "xsaves" "avx512f" "avx512bw" "avx512cd" "avx512dq" "avx512vl"
+            "avx512ifma" "avx512vbmi" "avx512vbmi2" "avx512vnni" "avx512bitalg" "avx512vpopcntdq"
+            "avx512bf16" "avx512fp16" "avx512vp2intersect" "avxvnni" "avxifma" "avxneconvert"
+            "avxvnniint8" "avxvnniint16" "cmpxchg16b" "sha512" "sm3" "sm4" "kl" "widekl" "sse4a" "tbm"
+        )
+    };
+}
+
+/// Names of [`with_cpu_features`], each with whether the compiler may use the extension everywhere in
+/// the calling crate.
+#[macro_export]
+#[doc(hidden)]
+macro_rules! enabled_cpu_features {
+    ($($name:tt)*) => { &[$(($name, cfg!(target_feature = $name))),*] };
+}
 
 /// The note as it lies in the file: `N` is [`content_len`] of what it says.
 #[repr(C, align(4))]
@@ -44,6 +70,8 @@ pub struct About<'a> {
     pub unwinds: bool,
     /// Instruction set extensions, and whether the compiler may use them everywhere.
     pub features: &'a [(&'a str, bool)],
+    /// Whether it was built with debug assertions.
+    pub is_debug: bool,
     /// Its kinds.
     pub kinds: &'a [&'a str],
     /// For each kind, what it provides.
@@ -75,6 +103,7 @@ const fn text(about: &About<'_>) -> Text {
     text = text.line("api ", super::root::API_VERSION);
     text = text.line("rustc ", env!("RESOURCE_API_RUSTC"));
     text = text.line("panic ", if about.unwinds { "unwind" } else { "abort" });
+    text = text.line("profile ", if about.is_debug { "debug" } else { "release" });
     let mut i = 0;
     while i < about.features.len() {
         if about.features[i].1 {
@@ -133,6 +162,7 @@ mod tests {
             version: "0.1.0",
             unwinds: true,
             features: &[("avx2", true), ("avx512f", false)],
+            is_debug: false,
             kinds: &["a", "b"],
             provides: &[&["x.a/1"], &["x.b/1", "x.c/2"]],
         };
@@ -145,6 +175,7 @@ mod tests {
                 "plugin resource-x 0.1.0",
                 "api 1.0",
                 "panic unwind",
+                "profile release",
                 "feature avx2",
                 "kind a",
                 "kind b",

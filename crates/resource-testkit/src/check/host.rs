@@ -101,7 +101,8 @@ impl HostServices for KitHost {
     }
 
     fn spawn(&self, name: &str, job: Job) -> Result<()> {
-        let thread = std::thread::Builder::new().name(name.into()).spawn(move || job.run())?;
+        let thread =
+            std::thread::Builder::new().name(name.into()).spawn(move || drop(job.run()))?;
         self.threads.lock().unwrap_or_else(|e| e.into_inner()).push(thread);
         Ok(())
     }
