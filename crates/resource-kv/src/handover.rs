@@ -374,6 +374,9 @@ impl State {
         }
         let Some(chain) = self.requests.chain_mut(id.request) else { return found };
         let whole = chain.keyed_pages(len);
+        if whole == 0 {
+            return found;
+        }
         chain.extend_links(whole);
         let keys: Vec<_> = chain.keys(0, whole).collect();
         self.lease_from_tiers(shared, &keys, &mut found);
