@@ -23,14 +23,17 @@ struct Served {
 }
 
 impl Served {
-    /// `engine` and `kv` are further lines of those sections.
+    /// `engine` and `kv` stand in place of the step's size in tokens and of the pool's.
     fn start(engine: &str, kv: &str) -> Self {
         let dir = tempfile::tempdir().unwrap();
         let default = xtask::workspace_root().join("crates/engine-host/src/config/default.toml");
         let text = std::fs::read_to_string(default)
             .unwrap()
             .replace("plugin_dirs = [\"plugins\"]", &format!("plugin_dirs = [{:?}]", plugins()))
-            .replace("max_batch = 64 ", &format!("{engine}\nmax_batch = 64 "))
+            .replace(
+                "max_batch_tokens = 512 ",
+                if engine.is_empty() { "max_batch_tokens = 512 " } else { engine },
+            )
             .replace("[model]", &format!("[model]\npath = {:?}", model_path()))
             .replace("pages = 4096 ", kv);
         let config = dir.path().join("engine.toml");
@@ -219,7 +222,11 @@ fn what_can_never_fit_is_refused_and_the_rest_goes_on() {
     let started = Instant::now();
     let answer = post(server.address, COMPLETE, &json!({ "prompt": long, "max_tokens": 4 }));
     assert!((400..500).contains(&answer.status), "{}", answer.error());
-    assert!(answer.error().contains("10"), "the limit is named: {}", answer.error());
+    assert!(
+        answer.error().contains("the pool has 9 in all"),
+        "the pool has 9 in all: {}",
+        answer.error()
+    );
     assert!(started.elapsed() < Duration::from_secs(20));
     let short: Vec<u32> = (1000..1010).collect();
     server.post(json!({ "prompt": short, "max_tokens": 4 }));

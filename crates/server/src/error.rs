@@ -96,8 +96,10 @@ impl From<Failure> for ApiError {
     fn from(failure: Failure) -> Self {
         let mut error = Self::new(failure.status, failure.message);
         if error.status == 400 {
-            let says = |name: &&&str| error.message.contains(&format!("{name} = "));
-            error.param = NAMED.iter().find(says).map(|&name| name.to_owned());
+            // Of several the one that the message begins with.
+            let place = |name| error.message.find(&format!("{name} = ")).map(|at| (at, name));
+            let first = NAMED.into_iter().filter_map(place).min();
+            error.param = first.map(|(_, name)| name.to_owned());
             if error.message.contains("max_model_len") {
                 error.code = Some("context_length_exceeded");
             }
