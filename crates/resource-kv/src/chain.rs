@@ -281,7 +281,8 @@ impl Chain {
 
     /// Keys of pages `from..to`, which [`Chain::extend_links`] has made.
     pub(crate) fn keys(&self, from: u32, to: u32) -> impl DoubleEndedIterator<Item = Key> + '_ {
-        self.links[from as usize + 1..to as usize + 1].iter().map(short)
+        // Where there is no root, there is no page with a key either.
+        self.links.get(from as usize + 1..to as usize + 1).unwrap_or(&[]).iter().map(short)
     }
 
     /// Whether these are the first tokens.
