@@ -4,8 +4,9 @@ use std::path::{Path, PathBuf};
 
 use engine_host::config::{
     Activations, DEFAULT_CONFIG, Device, KvDtype, LogFormat, Origin, Override, SETTINGS,
-    ToolParser, UnknownFields, default_model_path, reference, schema,
+    ToolParser, TransferEngine, UnknownFields, default_model_path, reference, schema,
 };
+use engine_host::engine::Relief;
 use engine_host::{Config, ErrorKind};
 
 fn parse(text: &str) -> Config {
@@ -69,6 +70,9 @@ fn every_key_is_read() {
         preplan = false
         cpu_features = "portable"
         watchdog = 0
+        pressure = ["evict", "recompute"]
+        transfer = "shared-memory"
+        transfer_directory = "shm"
         cuda_graphs = false
         batch_invariant = true
         max_batch = 0x10
@@ -124,7 +128,10 @@ fn every_key_is_read() {
     assert_eq!((engine.kv_dtype, engine.activations), (KvDtype::F32, Activations::Int8));
     assert_eq!(engine.plugin_dirs, [Path::new("/etc/engine/plugins"), Path::new("/opt/plugins")]);
     assert!(engine.strict && !engine.preplan && !engine.cuda_graphs && engine.batch_invariant);
+    assert_eq!(engine.transfer, TransferEngine::SharedMemory);
+    assert_eq!(engine.transfer_directory, Path::new("/etc/engine/shm"));
     assert_eq!(engine.watchdog, 0);
+    assert_eq!(engine.pressure, [Relief::Evict, Relief::Recompute]);
     assert_eq!((engine.threads, engine.max_batch), (3, 16));
     assert_eq!((engine.max_batch_tokens, engine.max_model_len), (1000, Some(77)));
     assert_eq!(config.model.path, Path::new("/etc/engine/models/m.gguf"));
@@ -371,7 +378,7 @@ fn what_is_wrong_with_a_flag_names_the_flag() {
         ),
         (
             flag("engine.kv_dtype", "bf61"),
-            "--kv_dtype: kv_dtype = \"bf61\" in [engine] is not one of f32, f16, bf16; did you mean \"bf16\"?",
+            "--kv_dtype: kv_dtype = \"bf61\" in [engine] is not one of f32, f16, bf16, fp8; did you mean \"bf16\"?",
         ),
         (
             flag("server.host", "example.org"),
@@ -473,5 +480,5 @@ fn the_schema_knows_every_setting_and_the_default_file() {
         Some(&65_536.into())
     );
     let dtypes = schema.pointer("/properties/engine/properties/kv_dtype/enum").unwrap();
-    assert_eq!(dtypes, &serde_json::json!(["f32", "f16", "bf16"]));
+    assert_eq!(dtypes, &serde_json::json!(["f32", "f16", "bf16", "fp8"]));
 }

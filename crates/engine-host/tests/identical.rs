@@ -171,19 +171,24 @@ fn leaving_the_device_before_every_step() {
 
 #[test]
 fn pools_too_small_with_host_memory_behind_them() {
-    let want = run(&mut engine("preplan = false", 1024), requests());
-    for (pages, tiers) in [(9, "host_pages = 200"), (14, "host_pages = 9"), (9, "host_pages = 1")] {
+    // Four of them grow past what the pools hold.
+    let longer = || -> Vec<_> {
+        let long = |request| GenerateRequest { max_tokens: 60, ..request };
+        requests().into_iter().map(long).collect()
+    };
+    let want = run(&mut engine("preplan = false", 1024), longer());
+    for (pages, tiers) in [(9, "host_pages = 200"), (12, "host_pages = 9"), (9, "host_pages = 1")] {
         let mut engine = tiered("max_batch = 4", pages, tiers);
-        assert_same(&run(&mut engine, requests()), &want, &format!("{pages} pages, {tiers}"));
+        assert_same(&run(&mut engine, longer()), &want, &format!("{pages} pages, {tiers}"));
         let stats = engine.stats();
-        assert!(stats.offloads + stats.preemptions > 0, "nobody gave way");
+        assert!(stats.offloads + stats.preemptions > 0, "{pages} pages, {tiers}: nobody gave way");
         assert_eq!(stats.offloads > 0, tiers != "host_pages = 1", "{tiers}: {stats:?}");
         assert_clean(&engine);
     }
     // By the configuration, too, requests are computed again.
     let lines = "max_batch = 4\npressure = [\"evict\", \"recompute\"]";
     let mut engine = tiered(lines, 9, "host_pages = 200");
-    assert_same(&run(&mut engine, requests()), &want, lines);
+    assert_same(&run(&mut engine, longer()), &want, lines);
     assert_eq!((engine.stats().offloads, engine.stats().preemptions > 0), (0, true));
 }
 

@@ -325,7 +325,7 @@ fn a_process_that_was_killed_leaves_a_file_that_the_next_one_reads() {
     let prompts = files.path("requests.jsonl");
     let line = |i: usize| {
         // Nothing in common.
-        let prompt = (0..25).map(|n| (i * 991 + n * 37).to_string()).collect::<Vec<_>>().join(" ");
+        let prompt = (0..16).map(|n| (i * 991 + n * 37).to_string()).collect::<Vec<_>>().join(" ");
         json!({ "prompt": prompt, "max_tokens": 4, "temperature": 0 }).to_string()
     };
     std::fs::write(&prompts, (0..12).map(line).collect::<Vec<_>>().join("\n")).unwrap();

@@ -318,6 +318,9 @@ impl State {
     fn add_retention(&mut self, options: &KvStepOptions, record: &mut StepRecord) -> Pass {
         for retention in options.retention.iter() {
             let id = StreamId { request: retention.request_id, label: retention.label };
+            if self.journeys.is_away(id.request) {
+                return Err(offloading(id));
+            }
             let prefix = retention.protected_prefix;
             let what = format!("retention of label {} of request {}", id.label.0, id.request);
             if retention.context_budget == 0 {

@@ -183,6 +183,7 @@ panicking!(Sampler {
 
 panicking!(LogitsProcessor {
     fn process(&StepContext<'_>, &[RequestId], &mut TensorViewMut<'_>) -> Result<()>;
+    fn takes_device() -> bool;
 });
 
 panicking!(Echo {

@@ -239,6 +239,10 @@ fn one_life_of_an_engine_calls_every_method() {
     assert_eq!(a.get_offload_priority(rid).unwrap(), 3.0);
     assert_eq!(a.offload(rid).unwrap(), 3);
     assert!(a.is_offloaded(rid).unwrap() && a.can_reload(rid).unwrap() && a.reload(rid).unwrap());
+    a.retain_session(rid, "chat").unwrap();
+    assert_eq!(a.adopt_session(rid, "chat", 2).unwrap(), Some(2));
+    assert_eq!(a.adopt_session(rid, "chat", 2).unwrap(), Some(0), "it is gone");
+    a.remove_session("chat").unwrap();
     a.reset_request(rid, true).unwrap();
     a.remove_requests(&[rid]).unwrap();
     a.cleanup().unwrap();

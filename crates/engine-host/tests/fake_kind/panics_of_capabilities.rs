@@ -103,9 +103,12 @@ fn every_method_of_a_sampler_and_of_a_processor_may_panic() {
         }),
     ];
     check("Sampler", offered, calls);
-    let calls: Calls<LogitsProcessorHandle> = vec![("process", |p| {
-        with_tensors(|logits, _| in_step(|_, ctx| failed(p.process(ctx, &[RID], logits))))
-    })];
+    let calls: Calls<LogitsProcessorHandle> = vec![
+        ("process", |p| {
+            with_tensors(|logits, _| in_step(|_, ctx| failed(p.process(ctx, &[RID], logits))))
+        }),
+        ("takes_device", |p| plain(p.takes_device())),
+    ];
     check("LogitsProcessor", offered, calls);
 }
 

@@ -190,6 +190,23 @@ impl Resource for Fake {
         Ok(())
     }
 
+    fn retain_session(&self, rid: RequestId, session: &str) -> Result<()> {
+        self.log.enter("retain_session");
+        self.state.lock().retain(rid, session);
+        Ok(())
+    }
+
+    fn adopt_session(&self, rid: RequestId, session: &str, len: u32) -> Result<Option<u32>> {
+        self.log.enter("adopt_session");
+        self.state.lock().resume(rid, session, len).map(Some)
+    }
+
+    fn remove_session(&self, session: &str) -> Result<()> {
+        self.log.enter("remove_session");
+        self.state.lock().forget(session);
+        Ok(())
+    }
+
     fn remove_request(&self, rid: RequestId) -> Result<()> {
         self.log.enter("remove_request");
         self.state.lock().remove(rid);

@@ -22,6 +22,8 @@ pub struct State {
     device: Pool,
     host: Pool,
     streams: BTreeMap<RequestId, Stream>,
+    /// Tokens that outlive their request, by name.
+    sessions: BTreeMap<String, Vec<u32>>,
     steps: BTreeMap<StepId, Reserved>,
     /// The prefix store.
     pub prefixes: Prefixes,
@@ -65,6 +67,7 @@ impl State {
             device: Pool::new(capacity),
             host: Pool::new(host_capacity),
             streams: BTreeMap::new(),
+            sessions: BTreeMap::new(),
             steps: BTreeMap::new(),
             prefixes: Prefixes::default(),
         }
@@ -96,6 +99,26 @@ impl State {
     pub fn remove(&mut self, rid: RequestId) {
         self.reset(rid, true);
         self.streams.remove(&rid);
+    }
+
+    /// Keeps a request's tokens for a later one, and empties it.
+    pub fn retain(&mut self, rid: RequestId, session: &str) {
+        let tokens = self.tokens(rid);
+        self.sessions.insert(session.into(), tokens);
+        self.reset(rid, true);
+    }
+
+    /// Begins a request with the first tokens of a session, which is gone then. Answers how many.
+    pub fn resume(&mut self, rid: RequestId, session: &str, len: u32) -> Result<u32> {
+        let Some(mut tokens) = self.sessions.remove(session) else { return Ok(0) };
+        tokens.truncate(len as usize);
+        self.adopt(rid, &tokens)?;
+        Ok(tokens.len() as u32)
+    }
+
+    /// Forgets a session.
+    pub fn forget(&mut self, session: &str) {
+        self.sessions.remove(session);
     }
 
     /// Prompt of a request.
