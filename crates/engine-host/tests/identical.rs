@@ -181,8 +181,9 @@ fn pools_too_small_with_host_memory_behind_them() {
         let mut engine = tiered("max_batch = 4", pages, tiers);
         assert_same(&run(&mut engine, longer()), &want, &format!("{pages} pages, {tiers}"));
         let stats = engine.stats();
-        assert!(stats.offloads + stats.preemptions > 0, "{pages} pages, {tiers}: nobody gave way");
-        assert_eq!(stats.offloads > 0, tiers != "host_pages = 1", "{tiers}: {stats:?}");
+        // Where there is room for one page, nearly everybody is computed again.
+        let gave_way = if tiers == "host_pages = 1" { stats.preemptions } else { stats.offloads };
+        assert!(gave_way > 0, "{pages} pages, {tiers}: {stats:?}");
         assert_clean(&engine);
     }
     // By the configuration, too, requests are computed again.
