@@ -1,6 +1,6 @@
 //! The engine: requests in, events out, one step at a time.
 
-use std::collections::BTreeSet;
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -26,6 +26,7 @@ mod handover;
 mod intake;
 mod offload;
 mod pressure;
+mod restart;
 mod sessions;
 mod wards;
 
@@ -36,6 +37,7 @@ use intake::{prefix_root, skip_cached_prefix};
 pub use offload::Relief;
 use offload::bring_back;
 pub use pressure::{Refusal, Remedy};
+use restart::Restarts;
 pub use wards::{Canceller, OnFault};
 
 /// Sessions that are kept where nobody says how many.
@@ -124,8 +126,9 @@ pub struct Engine {
     /// What makes room when a step does not fit, in order.
     relief: Vec<Relief>,
     watchdog: Option<Watchdog>,
-    /// Keys of the resources whose panic ends the engine.
-    stops_with: BTreeSet<String>,
+    /// What happens when a resource breaks, for those whose requests do not just fail.
+    policies: BTreeMap<String, OnFault>,
+    restarts: Restarts,
     /// Why the engine takes no more requests.
     stopped: Option<String>,
 }
@@ -144,27 +147,9 @@ impl Engine {
     ) -> Result<Self> {
         let name = node.name().to_owned();
         let own = resources.of_node(&name);
-        let offered = own.iter().map(|&i| {
-            let entry = &resources.entries()[i];
-            model::NodeResource {
-                key: &entry.key,
-                kind: &entry.kind,
-                capabilities: entry.capabilities(),
-            }
-        });
-        node.attach(&model::NodeResources::new(&name, offered.collect()), &limits)?;
+        restart::attach(&*node, &resources, &limits)?;
         let node_id = NodeId(services.nodes.intern(&name));
         let (prefill, decode) = (services.walks.intern("prefill"), services.walks.intern("decode"));
-        let root = prefix_root(&model.identity, &resources, &own);
-        let walks =
-            PrefixWalk { label: LabelId::MAIN, write: WalkId(prefill), decode: WalkId(decode) };
-        let mut caches_prefixes = false;
-        for entry in resources.entries() {
-            if entry.resource().enable_prefix_cache(&root, vec![walks])? {
-                caches_prefixes = true;
-                tracing::info!(resource = entry.key, "keeps prefixes across requests");
-            }
-        }
         let new_step = || SubmoduleStep::new(node_id, WalkId(prefill), own.clone());
         let spare = vec![new_step(), new_step()];
         let runner = Runner::new(resources, 4).with_stream(services.stream());
@@ -206,16 +191,31 @@ impl Engine {
             sessions: sessions::Sessions::new(MAX_SESSIONS),
             relief: Relief::ORDER.to_vec(),
             watchdog: None,
-            stops_with: BTreeSet::new(),
+            policies: BTreeMap::new(),
+            restarts: Restarts::default(),
             stopped: None,
         };
-        engine.scheduler.share_beginnings = caches_prefixes;
-        engine.capture_graphs();
-        for entry in engine.runner.resources().entries() {
-            entry.resource().post_warmup_validate()?;
-        }
+        engine.warm_up(|_| true)?;
         engine.plan_ahead(true)?;
         Ok(engine)
+    }
+
+    /// Prepares the resources that `is_new` names, after they were built and attached.
+    fn warm_up(&mut self, is_new: impl Fn(&str) -> bool) -> Result<()> {
+        let resources = self.runner.resources().clone();
+        let own = resources.of_node(self.node.name());
+        let root = prefix_root(&self.model.identity, &resources, &own);
+        let (write, decode) = (self.prefill, self.decode);
+        let walks = PrefixWalk { label: LabelId::MAIN, write, decode };
+        let new = || resources.entries().iter().filter(|e| is_new(&e.key));
+        for entry in new() {
+            if entry.resource().enable_prefix_cache(&root, vec![walks])? {
+                self.scheduler.share_beginnings = true;
+                tracing::info!(resource = entry.key, "keeps prefixes across requests");
+            }
+        }
+        self.capture_graphs();
+        new().try_for_each(|entry| Ok(entry.resource().post_warmup_validate()?))
     }
 
     /// The built resources.
@@ -475,8 +475,8 @@ impl Engine {
         for i in 0..self.output.sampled.len() {
             let (rid, sampled) = (self.output.requests[i], self.output.sampled[i]);
             if sampled.status != Sampled::OK || sampled.token as usize >= self.model.vocab {
-                let message = "the model's logits for the next token are not usable numbers";
-                self.fail(rid, &Failure::new(ErrorKind::Internal, message));
+                let why = self.why_no_sample(i);
+                self.fail(rid, &Failure::new(ErrorKind::Internal, why));
                 continue;
             }
             let Some(request) = self.requests.get_mut(rid) else { continue };
@@ -508,6 +508,26 @@ impl Engine {
         }
     }
 
+    /// Why a request has no next token; charged to the resource that is to blame, if one is.
+    #[cold]
+    fn why_no_sample(&self, i: usize) -> String {
+        const WHY: &str = "the model's logits for the next token are not usable numbers";
+        let Some(fault) = self.output.fault_of(i) else { return WHY.into() };
+        let entry = self.resources().find(&fault.resource);
+        let named = entry.map_or_else(
+            || format!("resource `{}`", fault.resource),
+            |(_, e)| format!("resource `{}` (kind {}, plugin {})", e.key, e.kind, e.plugin),
+        );
+        let what = format!("{named} {}", fault.what);
+        if let Some((_, entry)) = entry {
+            entry.account.charge(&what);
+        }
+        match fault.sample {
+            Some(_) => format!("{what}; this is a fault of the plugin"),
+            None => format!("{WHY}: {what}"),
+        }
+    }
+
     fn fail_all(&mut self, rids: &[RequestId], why: &Failure) {
         for &rid in rids {
             self.fail(rid, why);
@@ -523,6 +543,7 @@ impl Engine {
     fn forget(&mut self, rid: RequestId) -> bool {
         self.scheduler.remove(rid);
         let known = self.requests.remove(rid).is_some();
+        self.restarts.forget(rid);
         if known {
             self.drop_stage_of(rid);
             self.remove_from_resources(rid);

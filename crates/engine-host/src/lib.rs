@@ -6,6 +6,7 @@
 
 #![forbid(unsafe_code)]
 
+pub mod account;
 pub mod bench;
 mod checkpoint;
 pub mod cli;
@@ -21,6 +22,7 @@ pub mod labels;
 pub mod manifest;
 pub mod names;
 pub mod order;
+mod output;
 pub mod plugin_check;
 pub mod probe;
 pub mod registry;
@@ -28,6 +30,7 @@ pub mod request;
 pub mod resources;
 pub mod runner;
 mod scheduler;
+mod seam;
 pub mod services;
 pub mod setup;
 pub mod slots;

@@ -235,6 +235,10 @@ impl Requests {
         self.slots.iter().flatten()
     }
 
+    pub fn iter_mut(&mut self) -> impl Iterator<Item = &mut Tracked> {
+        self.slots.iter_mut().flatten()
+    }
+
     pub fn remove(&mut self, rid: RequestId) -> Option<Tracked> {
         self.get(rid)?;
         self.free.push(rid.slot);

@@ -2,16 +2,22 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
+use std::time::Duration;
 
 use resource_api::host::HostServices;
 use resource_api::{
     BuiltResource, Capability, DType, Device, EngineLimits, EngineResourceInfo, HostServicesHandle,
-    NodeResourceSpec, Offered, Resource, ResourceHandle, TransferEngineInfo,
+    Interface, KvFacts, NodeResourceSpec, Offered, Resource, ResourceHandle, TransferEngineInfo, Typed,
 };
 
+use crate::account::{Account, Charged, give_back};
 use crate::error::{Error, ErrorKind, Result};
 use crate::order::build_order;
-use crate::registry::Registry;
+use crate::registry::{Registered, Registry};
+use crate::seam;
+use crate::watch::told_if_slow;
+
+mod rebuild;
 
 /// One built resource.
 #[derive(Debug)]
@@ -24,8 +30,16 @@ pub struct Entry {
     pub nodes: BTreeSet<String>,
     /// Keys it was built on.
     pub depends_on: Vec<String>,
+    /// The plugin that the kind is from.
+    pub plugin: String,
     /// Whether it can be planned a step ahead.
     pub supports_preplan: bool,
+    /// What it has taken of the host.
+    pub account: Arc<Account>,
+    /// What a cache says about itself.
+    pub facts: Option<KvFacts>,
+    spec: NodeResourceSpec,
+    kind_handle: Registered,
     built: BuiltResource,
 }
 
@@ -40,16 +54,24 @@ impl Entry {
         &self.built.capabilities
     }
 
-    /// How often it has panicked.
+    /// How often this one has panicked.
     pub fn panics(&self) -> u32 {
-        use resource_api::Interface;
         self.built.resource.object().fault().panics()
+    }
+
+    /// Panics of all that were built under this key, and of the threads that they started.
+    pub fn all_panics(&self) -> u64 {
+        u64::from(self.panics()) + self.account.past_panics() + self.account.job_panics()
     }
 
     /// Whether it panicked and is out of use.
     pub fn is_faulted(&self) -> bool {
-        use resource_api::Interface;
         self.built.resource.object().check_fault().is_err()
+    }
+
+    /// Whether its state cannot be relied on: it panicked, or said what cannot be.
+    pub fn is_broken(&self) -> bool {
+        self.is_faulted() || self.account.is_suspect()
     }
 }
 
@@ -81,10 +103,14 @@ pub struct BuildInfo {
 
 /// All resources of an engine. An entry's index is its place in build order: dependencies first,
 /// ties alphabetical.
-#[derive(Debug)]
 pub struct ResourceSet {
     entries: Vec<Entry>,
+    info: BuildInfo,
+    host: Arc<dyn HostServices>,
 }
+
+/// How long threads of a resource may take to end once it has been told to clean up.
+const PATIENCE: Duration = Duration::from_secs(2);
 
 impl ResourceSet {
     /// Asks every kind for dependencies, orders, builds, and binds.
@@ -109,37 +135,40 @@ impl ResourceSet {
             specs.insert(spec.resource_key.clone(), spec);
         }
         let order = build_order(&depends_on)?;
-        let host = HostServicesHandle::new(services);
-        let mut set = ResourceSet { entries: Vec::with_capacity(order.len()) };
+        let entries = Vec::with_capacity(order.len());
+        let mut set = ResourceSet { entries, info: info.clone(), host: services };
         for key in order {
-            let spec = &specs[&key];
+            let Some(spec) = specs.remove(&key) else { continue };
             let depends_on = depends_on.remove(&key).unwrap_or_default();
-            let entry = set.build_one(registry, spec, depends_on, &specs, info, &host)?;
+            let kind = registry.kind(&spec.kind)?.clone();
+            let entry = set.build_one(&kind, spec, depends_on, Account::new(&key))?;
             set.entries.push(entry);
         }
         set.bind()?;
-        // What cannot fail answers a panic with a default: it must not pass for an answer.
-        if let Some(entry) = set.entries.iter().find(|e| e.is_faulted()) {
-            let message = format!(
-                "[resources.{}] (kind {}) panicked while it was loaded",
-                entry.key, entry.kind
-            );
-            return Err(Error::new(ErrorKind::Panicked, message));
-        }
+        set.check_unbroken(|_| true)?;
         Ok(set)
+    }
+
+    /// What cannot fail answers a panic with a default: it must not pass for an answer.
+    fn check_unbroken(&self, is_new: impl Fn(&str) -> bool) -> Result<()> {
+        let faulted = self.entries.iter().find(|e| is_new(&e.key) && e.is_faulted());
+        let Some(entry) = faulted else { return Ok(()) };
+        let message =
+            format!("[resources.{}] (kind {}) panicked while it was loaded", entry.key, entry.kind);
+        Err(Error::new(ErrorKind::Panicked, message))
     }
 
     fn build_one(
         &self,
-        registry: &Registry,
-        spec: &NodeResourceSpec,
+        kind: &Registered,
+        spec: NodeResourceSpec,
         depends_on: Vec<String>,
-        specs: &BTreeMap<String, NodeResourceSpec>,
-        info: &BuildInfo,
-        host: &HostServicesHandle,
+        account: Arc<Account>,
     ) -> Result<Entry> {
-        let key = &spec.resource_key;
-        let mut offer = EngineResourceInfo::new(info.device, host.clone());
+        let (key, info) = (&spec.resource_key, &self.info);
+        let host = Charged::new(self.host.clone(), account.clone());
+        let mut offer =
+            EngineResourceInfo::new(info.device, HostServicesHandle::new(Arc::new(host)));
         offer.kv_dtype = info.kv_dtype;
         offer.needs_remote_transfer = info.needs_remote_transfer;
         offer.transfer_engine_info.clone_from(&info.transfer);
@@ -149,12 +178,13 @@ impl ResourceSet {
         for dependency in &depends_on {
             // The order puts dependencies first, so each is there.
             if let Some((index, entry)) = self.find(dependency) {
-                let dep_spec = specs[dependency].clone();
-                let built = entry.built.as_dependency(dep_spec, index as u32);
+                let built = entry.built.as_dependency(entry.spec.clone(), index as u32);
                 offer.dependencies.insert(dependency.clone(), built);
             }
         }
-        let built = registry.build_resource(spec, offer)?.named(key);
+        let what = format!("[resources.{key}] (kind {}, plugin {})", spec.kind, kind.plugin);
+        let built = told_if_slow(&format!("{what}, build,"), || kind.build(&spec, offer))?;
+        let built = built.named(key);
         let own = built.resource.depends_on();
         if let Some(undeclared) = own.iter().find(|d| !depends_on.contains(d)) {
             return Err(Error::usage(format!(
@@ -175,13 +205,27 @@ impl ResourceSet {
                 dependency.key, dependency.kind
             )));
         }
+        let described = built.resource.describe();
+        let facts = described.iter().find(|f| f.tag() == KvFacts::TAG);
+        let facts = facts.map(|f| f.open::<KvFacts>().copied()).transpose();
+        let facts = facts.map_err(|e| Error::new(e.kind().into(), format!("{what}: {e}")))?;
+        if let Some(Err(wrong)) = facts.as_ref().map(seam::facts) {
+            let message = format!("{what}: {wrong}; this is a fault of the plugin");
+            account.charge(&message);
+            return Err(Error::new(ErrorKind::Invalid, message));
+        }
         Ok(Entry {
             key: key.clone(),
             kind: spec.kind.clone(),
             nodes: spec.nodes.clone(),
             depends_on,
+            plugin: kind.plugin.clone(),
             supports_preplan,
+            account,
+            facts,
+            kind_handle: kind.clone(),
             built,
+            spec,
         })
     }
 
@@ -221,16 +265,35 @@ impl ResourceSet {
     }
 }
 
+impl Entry {
+    /// Breaks what `bind` tied, and has its threads end.
+    fn let_go(&self) {
+        for result in [self.resource().cleanup(), self.resource().bind(Vec::new())] {
+            match result {
+                Err(e) if e.kind() != resource_api::ErrorKind::POISONED => {
+                    tracing::warn!(resource = self.key, "at shutdown: {e}");
+                }
+                _ => {}
+            }
+        }
+        let left = self.account.join_threads(PATIENCE);
+        if !left.is_empty() {
+            let left = left.join(", ");
+            tracing::warn!(resource = self.key, "its threads have not ended, and are left: {left}");
+        }
+    }
+}
+
 impl Drop for ResourceSet {
     /// Breaks what `bind` tied, then drops in reverse: dependents before what they depend on.
     fn drop(&mut self) {
-        for entry in self.entries.iter().rev() {
-            for result in [entry.resource().cleanup(), entry.resource().bind(Vec::new())] {
-                if let Err(e) = result {
-                    tracing::warn!(resource = entry.key, "at shutdown: {e}");
-                }
-            }
-        }
+        self.entries.iter().rev().for_each(Entry::let_go);
         while self.entries.pop().is_some() {}
+    }
+}
+
+impl std::fmt::Debug for ResourceSet {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_list().entries(&self.entries).finish()
     }
 }

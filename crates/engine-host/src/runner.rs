@@ -12,8 +12,10 @@ use resource_api::{
     SlotLease, StepContext, StepHead, StepId, TypedRef,
 };
 
+use crate::account::Account;
 use crate::error::{Error, ErrorKind, Result};
 use crate::resources::{Entry, ResourceSet};
+use crate::seam;
 use crate::slots::Slots;
 use crate::step::SubmoduleStep;
 use crate::watch::{Method, ResourceUsage, Usage, Watch};
@@ -163,8 +165,13 @@ impl Runner {
             kind: entry.kind.clone(),
             calls: usage.calls(),
             time: usage.time(),
-            panics: u64::from(entry.panics()),
+            plugin: entry.plugin.clone(),
+            panics: entry.all_panics(),
             is_faulted: entry.is_faulted(),
+            bad_values: entry.account.bad_values(),
+            restarts: entry.account.restarts(),
+            bytes: entry.account.bytes(),
+            most_bytes: entry.account.most_bytes(),
         };
         entries.map(one).collect()
     }
@@ -193,6 +200,12 @@ impl Runner {
     /// The resources.
     pub fn resources(&self) -> &Arc<ResourceSet> {
         &self.resources
+    }
+
+    /// The resources, to be built anew; `None` while somebody else holds them too. No step may be in
+    /// flight.
+    pub fn resources_mut(&mut self) -> Option<&mut ResourceSet> {
+        Arc::get_mut(&mut self.resources)
     }
 
     /// Epoch of the last step that was started.
@@ -411,6 +424,9 @@ impl Runner {
                 Ok(outcome) if outcome.is_ready() => {}
                 Ok(outcome) => {
                     self.roll_back(live, reached + 1);
+                    if let Err(what) = seam::admission(&outcome) {
+                        return Err(self.bad(entry, "admit", &what, Account::charge));
+                    }
                     let refused = (!outcome.is_ok()).then(|| entry.key.clone());
                     return Ok(Some(FullAdmitOutcome { outcome, failed_resource: refused }));
                 }
@@ -432,15 +448,38 @@ impl Runner {
             }
             let planned =
                 self.call(live, i, Method::Plan, |r| r.plan(&live.step.share(i), &live.ctx()));
-            match planned {
-                Ok(plan) => live.plan_results[i] = plan.into_result(),
+            let result = match planned {
+                Ok(plan) => {
+                    let result = plan.into_result();
+                    let (share, starts) = (live.step.share(i), live.step.starts_of(i));
+                    match seam::plan(&result, entry.facts.as_ref(), &share, starts) {
+                        Ok(()) => Ok(result),
+                        Err(what) => Err(self.bad(entry, "plan", &what, Account::suspect)),
+                    }
+                }
+                Err(e) => Err(within(&entry.key, "plan", e)),
+            };
+            match result {
+                Ok(result) => live.plan_results[i] = result,
                 Err(e) => {
                     self.roll_back(live, live.step.resources.len());
-                    return Err(within(&entry.key, "plan", e));
+                    return Err(e);
                 }
             }
         }
         Ok(())
+    }
+
+    /// Charges a resource with an answer that cannot be right.
+    #[cold]
+    fn bad(&self, entry: &Entry, method: &str, what: &str, charge: fn(&Account, &str)) -> Error {
+        let Entry { key, kind, plugin, .. } = entry;
+        let message = format!(
+            "resource `{key}` (kind {kind}, plugin {plugin}), {method}: {what}; this is a fault of \
+             the plugin"
+        );
+        charge(&entry.account, &message);
+        Error::new(ErrorKind::Invalid, message)
     }
 
     /// Rolls back the first `reached` resources of the step, last first.

@@ -85,6 +85,8 @@ pub struct SubmoduleStep {
     pub segments: SegmentList,
     /// Ids of the tokens that the segments add, packed; empty when the inputs are not token ids.
     pub token_ids: Vec<u32>,
+    /// Per segment, how many tokens its stream has already; empty where the caller keeps no account.
+    pub starts: Vec<u32>,
     /// The captured shape that the step is padded to, if any; then `segments` and `token_ids` hold the
     /// padding rows too, behind the others.
     pub bucket: Option<BucketKey>,
@@ -105,6 +107,7 @@ impl SubmoduleStep {
             request_ids: Vec::new(),
             segments: SegmentList::default(),
             token_ids: Vec::new(),
+            starts: Vec::new(),
             bucket: None,
             padded_request_ids: Vec::new(),
             resources,
@@ -117,6 +120,7 @@ impl SubmoduleStep {
         self.request_ids.clear();
         self.segments.clear();
         self.token_ids.clear();
+        self.starts.clear();
         self.bucket = None;
         self.padded_request_ids.clear();
         self.shares.clear();
@@ -132,6 +136,7 @@ impl SubmoduleStep {
             self.padded_request_ids.push(request_id);
             self.segments.push(Segment { request_id, label: LabelId::MAIN, span: 1 });
             self.token_ids.push(0);
+            self.starts.push(0);
         }
     }
 
@@ -141,6 +146,14 @@ impl SubmoduleStep {
             &self.request_ids
         } else {
             &self.padded_request_ids
+        }
+    }
+
+    /// What the streams of this share have already, as far as that is known.
+    pub fn starts_of(&self, resource: usize) -> &[u32] {
+        match self.shares.get(&resource) {
+            Some(Share { segments: Some(_), .. }) => &[],
+            _ => &self.starts,
         }
     }
 

@@ -3,6 +3,7 @@
 
 use std::cell::Cell;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::mpsc::RecvTimeoutError;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -35,6 +36,44 @@ const NODE: u64 = 0xffff;
 /// Threads that call resources: the one that runs steps, and the one that plans ahead.
 const LANES: usize = 2;
 
+/// After this long without an answer while plugins are loaded, the log says who is waited for.
+const SLOW: Duration = Duration::from_secs(10);
+
+/// Runs `work`, and has the log name `what` if it does not come back for a while.
+pub(crate) fn told_if_slow<R>(what: &str, work: impl FnOnce() -> R) -> R {
+    told_after(SLOW, what, |line| tracing::warn!("{line}"), work)
+}
+
+fn told_after<R>(
+    limit: Duration,
+    what: &str,
+    tell: impl Fn(&str) + Send + 'static,
+    work: impl FnOnce() -> R,
+) -> R {
+    let (done, waiting) = std::sync::mpsc::channel::<()>();
+    let name = what.to_owned();
+    let spawned = std::thread::Builder::new().name("watch load".into()).spawn(move || {
+        let started = Instant::now();
+        let mut told = false;
+        while let Err(RecvTimeoutError::Timeout) = waiting.recv_timeout(limit) {
+            if !told {
+                tell(&format!("{name} has not come back for {:.0?}", started.elapsed()));
+            }
+            told = true;
+        }
+        if told {
+            tell(&format!("{name} has come back, after {:.0?}", started.elapsed()));
+        }
+    });
+    let result = work();
+    drop(done);
+    // Without a thread nobody watches, and the work is done all the same.
+    if let Ok(watcher) = spawned {
+        let _ = watcher.join();
+    }
+    result
+}
+
 /// What each lane is in. One writer per lane; the watchdog reads.
 #[derive(Debug, Default)]
 pub(crate) struct Watch {
@@ -63,10 +102,20 @@ pub struct ResourceUsage {
     pub calls: u64,
     /// Their time, estimated from one call in 16.
     pub time: Duration,
-    /// Panics in it.
+    /// The plugin that it is from.
+    pub plugin: String,
+    /// Panics in it, those of threads that it started included.
     pub panics: u64,
     /// Whether it is out of use.
     pub is_faulted: bool,
+    /// Answers that could not be right.
+    pub bad_values: u64,
+    /// How often it was built anew.
+    pub restarts: u64,
+    /// Bytes that it holds of the engine's memory, on all devices.
+    pub bytes: u64,
+    /// The most that it has held.
+    pub most_bytes: u64,
 }
 
 impl Usage {
@@ -236,6 +285,19 @@ fn name(value: u64, names: &[String]) -> String {
 mod tests {
     use super::*;
     use std::sync::mpsc;
+
+    #[test]
+    fn a_plugin_that_is_slow_to_load_is_named() {
+        let (sender, told) = mpsc::channel();
+        let tell = move |line: &str| sender.send(line.to_owned()).unwrap();
+        let limit = Duration::from_millis(10);
+        let line = told_after(limit, "plugin x, constructor,", tell, || told.recv().unwrap());
+        assert!(line.starts_with("plugin x, constructor, has not come back for "), "{line}");
+        let line = told.recv().unwrap();
+        assert!(line.starts_with("plugin x, constructor, has come back, after "), "{line}");
+        let silent = |_: &str| panic!("it was quick");
+        assert_eq!(told_after(Duration::from_secs(60), "y", silent, || 7), 7);
+    }
 
     #[test]
     fn a_call_that_stays_away_is_told_once_and_told_when_it_is_back() {

@@ -11,13 +11,13 @@
 //! Positions, cache, attention and sampling are capabilities of resources; the rest is computed
 //! here, row by row, each in an order that neither the batch nor the threads can change.
 
-use std::sync::{Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError, RwLock};
 
 use device::{Matrix, Parallel, ops};
 use resource_api::{
-    AttentionHandle, AttentionResource, Bound, EngineLimits, ErrorKind, KvCacheHandle, Positions,
-    PositionsHandle, ResourceError, Result, Sampler, SamplerHandle, StepContext, TensorView,
-    TensorViewMut,
+    AttentionHandle, AttentionResource, Bound, EngineLimits, ErrorKind, Interface, KvCacheHandle,
+    Positions, PositionsHandle, ResourceError, Result, Sampler, SamplerHandle, StepContext,
+    TensorView, TensorViewMut,
 };
 use serde_json::{Map, Value};
 
@@ -52,7 +52,7 @@ pub struct Decoder {
     norm: Vec<f32>,
     /// `None` where the embedding is the output matrix too.
     head: Option<Matrix>,
-    handles: OnceLock<Handles>,
+    handles: Slot,
     buffers: Mutex<Buffers>,
 }
 
@@ -62,6 +62,32 @@ struct Handles {
     kv: KvCacheHandle,
     attention: AttentionHandle,
     sampler: SamplerHandle,
+}
+
+/// Where a decoder keeps its handles while it has some.
+#[derive(Default)]
+struct Slot(RwLock<Option<Arc<Handles>>>);
+
+impl Slot {
+    fn set(&self, handles: Handles) -> Result<()> {
+        let mut slot = self.0.write().unwrap_or_else(PoisonError::into_inner);
+        if slot.is_some() {
+            return Err(ResourceError::wrong_state("the decoder already has its resources"));
+        }
+        *slot = Some(Arc::new(handles));
+        Ok(())
+    }
+
+    fn get(&self) -> Result<Arc<Handles>> {
+        let slot = self.0.read().unwrap_or_else(PoisonError::into_inner);
+        slot.clone().ok_or_else(|| {
+            ResourceError::wrong_state("the decoder has no resources yet: attach them first")
+        })
+    }
+
+    fn clear(&self) {
+        *self.0.write().unwrap_or_else(PoisonError::into_inner) = None;
+    }
 }
 
 impl Handles {
@@ -105,9 +131,11 @@ impl Node for Decoder {
         let handles = Handles::find(resources)?;
         let (tokens, samples) = (limits.max_batch_tokens as usize, limits.max_batch as usize);
         self.lock_buffers().fit(tokens, samples.min(tokens))?;
-        self.handles
-            .set(handles)
-            .map_err(|_| ResourceError::wrong_state("the decoder already has its resources"))
+        self.handles.set(handles)
+    }
+
+    fn detach(&self) {
+        self.handles.clear();
     }
 
     fn forward(
@@ -119,9 +147,7 @@ impl Node for Decoder {
     ) -> Result<()> {
         out.clear();
         input.check(self.config.vocab)?;
-        let handles = self.handles.get().ok_or_else(|| {
-            ResourceError::wrong_state("the decoder has no resources yet: attach them first")
-        })?;
+        let handles = &*self.handles.get()?;
         let buffers = &mut *self.lock_buffers();
         let scored_at_once = input.score.len().min(SCORED_AT_ONCE);
         buffers.fit(input.token_ids.len(), input.sample.len().max(scored_at_once))?;
@@ -129,8 +155,11 @@ impl Node for Decoder {
         if input.token_ids.is_empty() {
             return Ok(());
         }
-        let mut pass = Pass { decoder: self, handles, ctx, parallel };
+        let mut pass = Pass { decoder: self, handles, ctx, parallel, wrong: None };
         pass.run_layers(input.token_ids, buffers)?;
+        if let Some((resource, what)) = pass.wrong.take() {
+            out.blame(&resource, what);
+        }
         if buffers.layout.kept_rows.is_empty() {
             return Ok(());
         }
@@ -156,6 +185,8 @@ struct Pass<'a> {
     handles: &'a Handles,
     ctx: &'a StepContext<'a>,
     parallel: &'a dyn Parallel,
+    /// Where numbers first went wrong, and in which resource.
+    wrong: Option<(String, String)>,
 }
 
 impl Pass<'_> {
@@ -185,6 +216,7 @@ impl Pass<'_> {
                 // Past the last layer only what is kept is read.
                 if !(is_last && buffers.layout.kept_rows.is_empty()) {
                     self.attend(&attention, group, tensors)?;
+                    self.look_for_nan(index, group, tensors);
                 }
             }
             if is_last {
@@ -237,6 +269,23 @@ impl Pass<'_> {
             None,
             None,
         )
+    }
+
+    /// Remembers which resource was the first to answer with what is no number.
+    fn look_for_nan(&mut self, layer: usize, group: Group, tensors: &buffers::AttentionBuffers) {
+        let is_sound = |values: &[f32]| rows::are_finite(values);
+        if self.wrong.is_some() || is_sound(tensors.out.range(group.first, group.tokens)) {
+            return;
+        }
+        let sound = |rows: &buffers::Rows| is_sound(rows.range(group.first, group.tokens));
+        let (culprit, did) = match (sound(&tensors.q) && sound(&tensors.k), sound(&tensors.v)) {
+            (true, true) => (self.handles.attention.object(), "attention"),
+            (false, true) => (self.handles.positions.object(), "the turning of queries and keys"),
+            // Values come from the model alone: so does what is wrong with them.
+            (_, false) => return,
+        };
+        let what = format!("gave what is no number in {did} of layer {layer}");
+        self.wrong = Some((culprit.fault().owner().to_owned(), what));
     }
 
     /// Norms the kept rows.
@@ -306,9 +355,12 @@ impl Pass<'_> {
         }
         let sampled = input.sample.iter().map(|&s| input.segments.request[s as usize]);
         out.requests.extend(sampled);
-        out.sampled.resize(rows, Default::default());
         let mut logits = TensorViewMut::from_slice(logits, &[rows, config.vocab]);
-        self.handles.sampler.sample(self.ctx, &out.requests, &mut logits, &mut out.sampled)
+        let sampler = &self.handles.sampler;
+        let (requests, sampled) = out.begin_samples(rows);
+        sampler.sample(self.ctx, requests, &mut logits, sampled)?;
+        out.check_samples(sampler.object().fault().owner(), config.vocab);
+        Ok(())
     }
 }
 
@@ -325,6 +377,14 @@ fn score_row(
     let logprob = match told {
         // The best token gives away the sum of all.
         Ok(()) => {
+            if let Some(id) = ids.iter().find(|&&id| id as usize >= row.len()) {
+                let owner = sampler.object().fault().owner();
+                return Err(ResourceError::internal(format!(
+                    "resource `{owner}` named token {id} of a vocabulary of {} among the best; this is a \
+                     fault of the plugin",
+                    row.len()
+                )));
+            }
             let best = f64::from(row[ids[0] as usize]) - f64::from(logprobs[0]);
             (f64::from(row[score.target as usize]) - best) as f32
         }

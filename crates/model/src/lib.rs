@@ -39,7 +39,9 @@ pub use detok::Detokenizer;
 pub use error::{Error, ErrorKind, Result};
 pub use generation::{FinishReason, GenerateRequest, RequestLabels, Token, Usage};
 pub use gguf::Gguf;
-pub use node::{Node, NodeResource, NodeResources, Score, StepInput, StepOutput};
+pub use node::{
+    Fault, NOT_SAMPLED, Node, NodeResource, NodeResources, Score, StepInput, StepOutput,
+};
 pub use package::ModelPackage;
 pub use stop::StopStrings;
 pub use tokenizer::Tokenizer;

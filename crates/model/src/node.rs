@@ -11,7 +11,7 @@ mod resources;
 mod step;
 
 pub use resources::{NodeResource, NodeResources};
-pub use step::{Score, StepInput, StepOutput};
+pub use step::{Fault, NOT_SAMPLED, Score, StepInput, StepOutput};
 
 /// A piece of a model that runs as one forward pass.
 ///
@@ -29,13 +29,17 @@ pub trait Node: Send + Sync {
     fn resource_defaults(&self, kind: &str) -> Map<String, Value>;
 
     /// Resolves the capabilities that the forward pass calls and makes room for the largest step
-    /// that `limits` allow. Called once, when the resources are built; the node holds on to them
-    /// until it is dropped, which must come before they are.
+    /// that `limits` allow. Called when the resources are built; the node holds on to them until it
+    /// is detached or dropped, which must come before they are.
     ///
     /// # Errors
     /// `NOT_FOUND` or `INVALID` naming the config section when a capability is offered by none or
-    /// by several of the resources, `WRONG_STATE` at a second call, `EXHAUSTED` without the memory.
+    /// by several of the resources, `WRONG_STATE` while it has some, `EXHAUSTED` without the memory.
     fn attach(&self, resources: &NodeResources<'_>, limits: &EngineLimits) -> Result<()>;
+
+    /// Lets go of what [`attach`](Self::attach) resolved, and of all device work recorded with it, so
+    /// that it may be called once more. Not while a forward pass runs.
+    fn detach(&self) {}
 
     /// Whether [`forward`](Self::forward) captures: called under a context that says so, with a lease
     /// of a bucket, it records the step's device work in place of sampling, and replays it for later

@@ -25,6 +25,7 @@ pub(super) fn declare(
         for (span, request) in parts() {
             let label = LabelId::MAIN;
             step.segments.push(Segment { request_id: request.rid, label, span });
+            step.starts.push(begins(request) as u32);
         }
         return;
     }

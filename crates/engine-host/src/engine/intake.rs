@@ -3,14 +3,16 @@
 
 use std::time::Instant;
 
-use resource_api::{NodeId, PrefixInputs, RequestId, RequestOverrides, Resource, WalkId};
+use resource_api::{
+    NodeId, PrefixInputs, RequestId, RequestOverrides, Resource, ResourceError, WalkId,
+};
 use serde_json::{Map, Value};
 
 use super::{Engine, Relay};
 use crate::error::{Error, ErrorKind, Result};
 use crate::labels;
 use crate::request::{GenerateRequest, ScoredPrompt, Tracked};
-use crate::resources::ResourceSet;
+use crate::resources::{Entry, ResourceSet};
 
 /// The kind that a request's sampling settings go to.
 const SAMPLER_KIND: &str = "sampler";
@@ -38,6 +40,10 @@ impl Engine {
         mut request: GenerateRequest,
         relay: Relay,
     ) -> Result<RequestId> {
+        if self.is_idle() {
+            // Nobody is stepping who would notice.
+            self.mind_faults();
+        }
         self.check_running()?;
         let room = self.check(&request)?;
         let most = self.limits.max_batch_tokens as usize;
@@ -65,6 +71,7 @@ impl Engine {
             }
         };
         let generated = relay.from.map_or(Vec::new(), |from| from.tokens);
+        self.remember(rid, &request, max_tokens);
         let deadline = request.timeout.and_then(|t| Instant::now().checked_add(t));
         if let Some(deadline) = deadline {
             let next = self.next_deadline.map_or(deadline, |next| next.min(deadline));
@@ -163,17 +170,28 @@ impl Engine {
         }
         for entry in entries {
             let text = to_text(config_of(request, &entry.key, &entry.kind));
-            let overrides = RequestOverrides::new(&text, &request.prompt, max_tokens);
-            entry.resource().ingest_request(rid, &overrides).map_err(|e| {
-                Error::new(ErrorKind::from(e.kind()), format!("resource `{}`: {e}", entry.key))
-            })?;
+            ingest_into(entry, rid, &text, &request.prompt, max_tokens)?;
         }
         Ok(())
     }
 }
 
+/// Tells one resource of a request.
+pub(super) fn ingest_into(
+    entry: &Entry,
+    rid: RequestId,
+    config: &str,
+    prompt: &[u32],
+    max_tokens: u32,
+) -> Result<()> {
+    let overrides = RequestOverrides::new(config, prompt, max_tokens);
+    entry.resource().ingest_request(rid, &overrides).map_err(|e| {
+        Error::new(ErrorKind::from(e.kind()), format!("resource `{}`: {e}", entry.key))
+    })
+}
+
 /// What a request says to one resource: what it says to its key and, to a sampler, how to sample.
-fn config_of(request: &GenerateRequest, key: &str, kind: &str) -> Map<String, Value> {
+pub(super) fn config_of(request: &GenerateRequest, key: &str, kind: &str) -> Map<String, Value> {
     let mut config = request.overrides.get(key).cloned().unwrap_or_default();
     if kind == SAMPLER_KIND {
         config.extend(request.sampling.clone());
@@ -184,7 +202,7 @@ fn config_of(request: &GenerateRequest, key: &str, kind: &str) -> Map<String, Va
     config
 }
 
-fn to_text(config: Map<String, Value>) -> String {
+pub(super) fn to_text(config: Map<String, Value>) -> String {
     if config.is_empty() { String::new() } else { Value::Object(config).to_string() }
 }
 
@@ -224,6 +242,9 @@ pub(super) fn skip_cached_prefix(
     let (mut agreed, mut longest) = (None::<u32>, 0);
     for entry in resources.entries() {
         if let Some(len) = entry.resource().resolve_cached_prefix(rid, node, walk)? {
+            if len as usize > request.tokens.len() {
+                return Err(too_long_a_prefix(entry, len, request.tokens.len()));
+            }
             agreed = Some(agreed.map_or(len, |a| a.min(len)));
             longest = longest.max(len);
         }
@@ -240,15 +261,24 @@ pub(super) fn skip_cached_prefix(
     Ok(())
 }
 
+#[cold]
+fn too_long_a_prefix(entry: &Entry, len: u32, tokens: usize) -> ResourceError {
+    let message = format!(
+        "resource `{}` (kind {}, plugin {}), resolve_cached_prefix: it has {len} tokens of a request \
+         of {tokens}; this is a fault of the plugin",
+        entry.key, entry.kind, entry.plugin
+    );
+    entry.account.suspect(&message);
+    ResourceError::internal(message)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
     use std::collections::BTreeMap;
     use std::sync::Mutex;
 
-    use resource_api::{
-        Device, EngineResourceInfo, NodeResourceSpec, ResourceError, ResourceKind, kind,
-    };
+    use resource_api::{Device, EngineResourceInfo, NodeResourceSpec, ResourceKind, kind};
     use serde_json::json;
 
     use crate::registry::Registry;

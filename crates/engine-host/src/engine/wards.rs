@@ -1,6 +1,7 @@
 //! What keeps an engine answerable: cancelling from other threads, the watchdog, and what happens
 //! when a resource has panicked.
 
+use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -9,6 +10,7 @@ use resource_api::RequestId;
 use super::Engine;
 use crate::error::{Error, ErrorKind, Result};
 use crate::request::Failure;
+use crate::services::Metric;
 use crate::watch::{ResourceUsage, Watchdog};
 
 /// What happens when a resource has panicked and so is out of use.
@@ -17,19 +19,24 @@ pub enum OnFault {
     /// The requests that need it fail, now and later; those that do not go on.
     #[default]
     FailRequests,
+    /// The resource is built anew, with those that were built on it. The requests of the step in which
+    /// it broke fail, all others are computed again from their tokens. After three times in ten
+    /// minutes it stays out of use.
+    Restart,
     /// The engine ends all requests and takes no more.
     Stop,
 }
 
 impl OnFault {
     /// The names used in configurations.
-    pub const NAMES: [(&'static str, Self); 2] =
-        [("fail_requests", Self::FailRequests), ("stop", Self::Stop)];
+    pub const NAMES: [(&'static str, Self); 3] =
+        [("fail_requests", Self::FailRequests), ("restart", Self::Restart), ("stop", Self::Stop)];
 
     /// Name in configurations.
     pub fn name(self) -> &'static str {
         match self {
             Self::FailRequests => "fail_requests",
+            Self::Restart => "restart",
             Self::Stop => "stop",
         }
     }
@@ -86,26 +93,61 @@ impl Engine {
         self.runner.usage()
     }
 
-    /// Says what happens when the resource `key` has panicked.
-    pub fn set_on_fault(&mut self, key: &str, policy: OnFault) {
-        match policy {
-            OnFault::Stop => self.stops_with.insert(key.to_owned()),
-            OnFault::FailRequests => self.stops_with.remove(key),
-        };
+    /// All metrics: what resources count themselves, by `resource.name`, and what the engine counts of
+    /// each.
+    pub fn metrics(&self) -> BTreeMap<String, Metric> {
+        let mut all = self.services.metrics();
+        for u in self.usage() {
+            let mut add = |name: &str, metric| all.insert(format!("{}.{name}", u.key), metric);
+            add("calls", Metric::Counter(u.calls));
+            add("seconds", Metric::Gauge(u.time.as_secs_f64()));
+            add("panics", Metric::Counter(u.panics));
+            add("out_of_use", Metric::Gauge(f64::from(u8::from(u.is_faulted))));
+            add("bad_values", Metric::Counter(u.bad_values));
+            add("restarts", Metric::Counter(u.restarts));
+            add("bytes", Metric::Gauge(u.bytes as f64));
+            add("most_bytes", Metric::Gauge(u.most_bytes as f64));
+        }
+        all
     }
 
-    /// Ends everything when a resource with that policy has panicked.
+    /// Says what happens when the resource `key` has panicked.
+    pub fn set_on_fault(&mut self, key: &str, policy: OnFault) {
+        self.policies.remove(key);
+        if policy != OnFault::FailRequests {
+            self.policies.insert(key.to_owned(), policy);
+        }
+    }
+
+    /// Does what is to be done about resources that have broken since the last step.
     pub(super) fn mind_faults(&mut self) {
-        if self.stops_with.is_empty() || self.stopped.is_some() {
+        if self.policies.is_empty() || self.stopped.is_some() {
             return;
         }
-        let mut entries = self.resources().entries().iter();
-        let faulted = entries.find(|e| self.stops_with.contains(&e.key) && e.is_faulted());
-        let Some(entry) = faulted else { return };
-        let message = format!(
-            "resource `{}` (kind {}) panicked, and its on_fault = \"stop\": start the engine again",
-            entry.key, entry.kind
-        );
+        let broken = |policy| {
+            let mut entries = self.resources().entries().iter();
+            entries.find(|e| {
+                self.policies.get(&e.key) == Some(&policy)
+                    && e.is_broken()
+                    && !self.restarts.has_given_up(&e.key)
+            })
+        };
+        if let Some(entry) = broken(OnFault::Stop) {
+            let what = if entry.is_faulted() { "panicked" } else { "is broken" };
+            let message = format!(
+                "resource `{}` (kind {}) {what}, and its on_fault = \"stop\": start the engine again",
+                entry.key, entry.kind
+            );
+            return self.stop(message);
+        }
+        if let Some(entry) = broken(OnFault::Restart) {
+            let key = entry.key.clone();
+            self.restart(&key);
+        }
+    }
+
+    /// Ends all requests and takes no more.
+    pub(super) fn stop(&mut self, message: String) {
         tracing::error!("{message}");
         let all: Vec<RequestId> = self.requests.iter().map(|r| r.rid).collect();
         self.fail_all(&all, &Failure::new(ErrorKind::Unavailable, message.clone()));

@@ -11,6 +11,7 @@ mod images;
 mod moving;
 mod panics;
 mod panics_of_capabilities;
+mod seam;
 mod slots;
 mod staging;
 mod steps;

@@ -6,18 +6,18 @@
 //!
 //! All work goes on the step's stream and nothing waits, until the sampler has its answer.
 
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use device::Parallel;
 use device::cuda::{Context, DeviceBuffer, Graph, Stream};
 use resource_api::{
-    AttentionHandle, AttentionResource, Bound, BucketKey, EngineLimits, ErrorKind, KvCacheHandle,
-    Positions, ResourceError, Result, Sampler, StepContext, TensorView,
+    AttentionHandle, AttentionResource, Bound, BucketKey, EngineLimits, ErrorKind, Interface,
+    KvCacheHandle, Positions, ResourceError, Result, Sampler, StepContext, TensorView,
 };
 use serde_json::{Map, Value};
 
 use super::layout::Group;
-use super::{Handles, NODE, defaults};
+use super::{Handles, NODE, Slot, defaults};
 use crate::config::ModelConfig;
 use crate::node::{Node, NodeResources, StepInput, StepOutput};
 
@@ -42,7 +42,7 @@ pub struct CudaDecoder {
     tools: Tools,
     limits: EngineLimits,
     has_graphs: bool,
-    handles: OnceLock<Handles>,
+    handles: Slot,
     buffers: Mutex<Buffers>,
 }
 
@@ -104,9 +104,12 @@ impl Node for CudaDecoder {
                 own.max_batch_tokens, own.max_batch, limits.max_batch_tokens, limits.max_batch
             )));
         }
-        self.handles
-            .set(Handles::find(resources)?)
-            .map_err(|_| ResourceError::wrong_state("the decoder already has its resources"))
+        self.handles.set(Handles::find(resources)?)
+    }
+
+    fn detach(&self) {
+        self.handles.clear();
+        self.lock_buffers().graphs.clear();
     }
 
     fn forward(
@@ -118,9 +121,7 @@ impl Node for CudaDecoder {
     ) -> Result<()> {
         out.clear();
         input.check(self.config.vocab)?;
-        let handles = self.handles.get().ok_or_else(|| {
-            ResourceError::wrong_state("the decoder has no resources yet: attach them first")
-        })?;
+        let handles = &*self.handles.get()?;
         let buffers = &mut *self.lock_buffers();
         buffers.check_room(input.token_ids.len(), input.sample.len())?;
         buffers.layout.lay_out(input)?;
@@ -373,8 +374,10 @@ impl Pass<'_> {
         }
         let sampled = input.sample.iter().map(|&s| input.segments.request[s as usize]);
         out.requests.extend(sampled);
-        out.sampled.resize(input.sample.len(), Default::default());
         let mut logits = buffers.logits.view_mut(&[input.sample.len(), vocab])?;
-        sampler.sample(self.ctx, &out.requests, &mut logits, &mut out.sampled)
+        let (requests, sampled) = out.begin_samples(input.sample.len());
+        sampler.sample(self.ctx, requests, &mut logits, sampled)?;
+        out.check_samples(sampler.object().fault().owner(), vocab);
+        Ok(())
     }
 }

@@ -1,6 +1,6 @@
 //! From a model's tensors to packed matrices.
 
-use std::sync::{Mutex, OnceLock};
+use std::sync::Mutex;
 
 use device::{Matrix, PackOptions, Parallel};
 
@@ -42,7 +42,7 @@ impl Decoder {
             layers,
             norm,
             head,
-            handles: OnceLock::new(),
+            handles: Default::default(),
             buffers: Mutex::new(Buffers::new(config)),
             config: config.clone(),
         })

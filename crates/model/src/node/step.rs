@@ -124,6 +124,7 @@ pub struct StepOutput {
     /// The log-probabilities of [`StepInput::score`], in its order.
     pub scores: Vec<f32>,
     score_top: Tops,
+    faults: Vec<Fault>,
 }
 
 /// Best tokens with their log-probabilities, of several rows.
@@ -157,6 +158,20 @@ impl Tops {
     }
 }
 
+/// What a resource answered in a forward pass that cannot be right.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Fault {
+    /// The sample that it spoils; `None` for those whose logits are not numbers.
+    pub sample: Option<usize>,
+    /// Key of the resource.
+    pub resource: String,
+    /// What is wrong, as the rest of a sentence that begins with the resource.
+    pub what: String,
+}
+
+/// The status of a sample before the sampler has written it, and of one that cannot be right.
+pub const NOT_SAMPLED: Sampled = Sampled { token: u32::MAX, status: u32::MAX, logprob: f32::NAN };
+
 impl StepOutput {
     /// Empties all columns.
     pub fn clear(&mut self) {
@@ -165,6 +180,58 @@ impl StepOutput {
         self.top.clear();
         self.scores.clear();
         self.score_top.clear();
+        self.faults.clear();
+    }
+
+    /// Makes room for the samples of `rows` requests, for a sampler to fill.
+    pub fn begin_samples(&mut self, rows: usize) -> (&[RequestId], &mut [Sampled]) {
+        self.sampled.clear();
+        self.sampled.resize(rows, NOT_SAMPLED);
+        (&self.requests, &mut self.sampled)
+    }
+
+    /// Looks at what the resource `sampler` has written. A sample that cannot be right becomes
+    /// [`NOT_SAMPLED`], and a fault says why.
+    pub fn check_samples(&mut self, sampler: &str, vocab: usize) {
+        for i in 0..self.sampled.len() {
+            let Some(what) = self.wrong_sample(i, vocab) else { continue };
+            self.sampled[i] = NOT_SAMPLED;
+            self.faults.push(Fault { sample: Some(i), resource: sampler.to_owned(), what });
+        }
+    }
+
+    fn wrong_sample(&self, i: usize, vocab: usize) -> Option<String> {
+        let Sampled { token, status, logprob } = self.sampled[i];
+        match status {
+            Sampled::BAD_LOGITS => return None,
+            Sampled::OK => {}
+            u32::MAX => return Some("left the request without a token".into()),
+            other => return Some(format!("gave status {other}, which the contract does not know")),
+        }
+        if token as usize >= vocab {
+            return Some(format!("picked token {token} from a vocabulary of {vocab}"));
+        }
+        // A little above 0 is rounding.
+        if logprob.is_nan() || logprob > 0.01 {
+            return Some(format!("gave token {token} the log-probability {logprob}"));
+        }
+        let (ids, logprobs) = self.top(i);
+        if let Some(id) = ids.iter().find(|&&id| id as usize >= vocab) {
+            return Some(format!("named token {id} of a vocabulary of {vocab} among the best"));
+        }
+        let wrong = logprobs.iter().find(|p| p.is_nan() || **p > 0.01)?;
+        Some(format!("gave one of the best tokens the log-probability {wrong}"))
+    }
+
+    /// Adds what a resource answered that cannot be right.
+    pub fn blame(&mut self, resource: &str, what: String) {
+        self.faults.push(Fault { sample: None, resource: resource.to_owned(), what });
+    }
+
+    /// What is known of why sample `i` is none.
+    pub fn fault_of(&self, i: usize) -> Option<&Fault> {
+        let own = self.faults.iter().find(|f| f.sample == Some(i));
+        own.or_else(|| self.faults.iter().find(|f| f.sample.is_none()))
     }
 
     /// The best tokens for sample `i`, best first, and their log-probabilities; empty unless asked

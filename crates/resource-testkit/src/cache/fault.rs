@@ -58,6 +58,7 @@ faults! {
     CombinedOrder: "A combined label has its sources the other way round.",
     FactsLie: "The facts have one page more than there is.",
     MemoryKept: "The memory is not given back to the engine.",
+    PageOutside: "The first token of a step is written to a page that the pool does not have.",
     PanicsInCommit: "commit panics when two requests commit together.",
     ;
     Aborts: "commit ends the process.",

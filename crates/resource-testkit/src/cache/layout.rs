@@ -143,7 +143,14 @@ impl FakeCache {
             let page = pages.get(at).or(pages.get(own)).copied().unwrap_or(0);
             let last = self.facts.num_pages - 1;
             let astray = entry.id.0.is_padding() && self.has(Fault::PaddingWrites);
-            plan.write_page.push(if astray { last } else { page });
+            let beyond = plan.write_page.is_empty() && self.has(Fault::PageOutside);
+            plan.write_page.push(if beyond {
+                last + 1
+            } else if astray {
+                last
+            } else {
+                page
+            });
             plan.write_slot.push((position + off) % size);
         }
         let used = len.div_ceil(size) as usize;

@@ -3,7 +3,7 @@
 //! Tensors are decoded piece by piece into two pinned buffers: while one is copied to the device, the
 //! next piece is decoded into the other.
 
-use std::sync::{Arc, Mutex, OnceLock};
+use std::sync::{Arc, Mutex};
 
 use device::cuda::{Context, DeviceBuffer, Ops, PinnedBuffer, Stream, fill_random};
 use device::{BlockType, Parallel, for_each_chunk_mut};
@@ -131,7 +131,7 @@ impl<'a> Loader<'a> {
             tools,
             limits: *limits,
             has_graphs: false,
-            handles: OnceLock::new(),
+            handles: Default::default(),
             buffers: Mutex::new(buffers),
         })
     }
