@@ -16,7 +16,7 @@
 //! | `turn` | a whole turn of the engine around a model that does nothing |
 //! | `fit` | which part of the cost grows with what |
 //! | `step` | all of the above: `bench step` |
-//! | `prefix`, `load`, `abi` | cached prompts; from process start to ready; plugins beside linked kinds |
+//! | `prefix`, `load`, `copies`, `abi` | cached prompts; from process start to ready; many plugins; plugins beside linked kinds |
 //! | `ratchet`, `child` | steps whose instructions are counted; runs of other programs |
 //! | `processes` | the same in several fresh processes, and their spread |
 //! | `stats`, `machine` | percentiles; what was measured where |
@@ -25,6 +25,7 @@
 
 pub mod abi;
 mod child;
+pub mod copies;
 mod decode;
 mod fit;
 pub mod kinds;

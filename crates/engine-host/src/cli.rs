@@ -190,16 +190,25 @@ impl SamplingArgs {
     }
 }
 
+#[derive(Args)]
+struct ListArgs {
+    #[command(flatten)]
+    config: ConfigArg,
+    /// As JSON
+    #[arg(long)]
+    json: bool,
+    /// All that is known about a contract that does not fit
+    #[arg(long)]
+    verbose: bool,
+    /// Run a short request through the configured engine, and tell what each plugin has taken
+    #[arg(long)]
+    stats: bool,
+}
+
 #[derive(Subcommand)]
 enum PluginCommand {
     /// Every manifest found, with what became of it
-    List {
-        #[command(flatten)]
-        config: ConfigArg,
-        /// As JSON
-        #[arg(long)]
-        json: bool,
-    },
+    List(ListArgs),
     /// Every stage that a plugin goes through until it is loaded, and how it fares
     Doctor {
         #[command(flatten)]
@@ -210,6 +219,9 @@ enum PluginCommand {
         /// As JSON
         #[arg(long)]
         json: bool,
+        /// All that is known about a contract that does not fit
+        #[arg(long)]
+        verbose: bool,
     },
     /// Writes plugins.lock: from then on only the plugins that are there now are loaded
     Trust {
@@ -231,6 +243,7 @@ pub fn main() -> ExitCode {
 /// Likewise, for a program that has the measured kinds linked in: `bench` uses them.
 pub fn main_with(linked: Option<Linked>) -> ExitCode {
     let cli = Cli::parse();
+    crate::output::claim();
     if let Err(e) = start_log(&cli) {
         return fail(&e);
     }
@@ -239,8 +252,10 @@ pub fn main_with(linked: Option<Linked>) -> ExitCode {
         Command::Serve(args) => serve::run(args),
         Command::Prefill(args) => prefill::run(args),
         Command::Plugin(command) => match command {
-            PluginCommand::List { config, json } => plugins::list(config, *json),
-            PluginCommand::Doctor { config, paths, json } => doctor::doctor(config, paths, *json),
+            PluginCommand::List(args) => plugins::list(args),
+            PluginCommand::Doctor { config, paths, json, verbose } => {
+                doctor::doctor(config, paths, *json, *verbose)
+            }
             PluginCommand::Trust { config } => doctor::trust(config),
             PluginCommand::Probe => Ok(crate::probe::child()),
             PluginCommand::Check(args) => check::run(args),
@@ -282,7 +297,8 @@ fn start_log(cli: &Cli) -> Result<()> {
 
 fn print_line(text: std::fmt::Arguments<'_>) {
     use std::io::Write;
-    if let Err(e) = writeln!(std::io::stdout(), "{text}") {
+    let mut out = crate::output::out();
+    if let Err(e) = writeln!(out, "{text}").and_then(|()| out.flush()) {
         note!("error: cannot write the output: {e}");
         std::process::exit(1);
     }

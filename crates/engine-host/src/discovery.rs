@@ -7,11 +7,12 @@ use std::path::{Path, PathBuf};
 use crate::document::{self, Problem, Problems};
 use crate::elf::{self, CheckedFile, LibraryError, Sha256Digest};
 use crate::error::{Error, Result};
-use crate::manifest::{ApiVersion, MAX_MANIFEST_BYTES, Manifest, Requirement};
+use crate::manifest::{ApiVersion, MAX_MANIFEST_BYTES, Manifest};
 use crate::probe::Probe;
 use crate::suggest;
 
 pub mod lock;
+mod needs;
 pub mod policy;
 
 use lock::Lock;
@@ -66,10 +67,10 @@ impl Discovered {
         }
     }
 
-    /// Where the library lies: absolute, beside the manifest. `None` without a manifest.
+    /// Where the library for this CPU lies: absolute, beside the manifest. `None` without a manifest.
     pub fn library_path(&self) -> Option<PathBuf> {
         let manifest = self.manifest.as_ref()?;
-        Some(self.policy.directory().join(&manifest.library))
+        Some(self.policy.directory().join(manifest.build().0))
     }
 
     /// The directory that it lies in, without symbolic links.
@@ -79,7 +80,7 @@ impl Discovered {
 
     /// Whether the manifest or the lock says what the library's content must be.
     pub fn is_pinned(&self) -> bool {
-        self.locked.is_some() || self.manifest.as_ref().is_some_and(|m| m.sha256.is_some())
+        self.locked.is_some() || self.manifest.as_ref().is_some_and(|m| m.build().1.is_some())
     }
 
     /// Whether the library is to be loaded in a child process first.
@@ -97,7 +98,7 @@ impl Discovered {
         let refuse = |reason: &str| LibraryError { path: self.path.clone(), reason: reason.into() };
         match (&self.state, &self.manifest, self.library_path()) {
             (State::Usable, Some(manifest), Some(library)) => {
-                let checked = elf::check_file(&library, &self.policy, manifest.sha256)?;
+                let checked = elf::check_file(&library, &self.policy, manifest.build().1)?;
                 match self.locked.filter(|locked| *locked != checked.sha256) {
                     None => Ok(checked),
                     Some(_) => Err(LibraryError {
@@ -165,7 +166,8 @@ pub fn discover(dirs: &[PathBuf], options: &Options) -> Result<Discovery> {
         return Err(Error::Discovery(Problems(problems)));
     }
     refuse_duplicates(&mut plugins);
-    refuse_unmet(&mut plugins);
+    needs::refuse_unmet(&mut plugins);
+    needs::refuse_cycles(&mut plugins);
     Ok(Discovery { plugins })
 }
 
@@ -275,13 +277,14 @@ fn manifest_refusal(manifest: &Manifest, policy: &Policy, options: &Options) -> 
         return None;
     }
     // Only a look at the directory: the library is opened when it is loaded.
-    match fs::metadata(policy.directory().join(&manifest.library)) {
+    let library = manifest.build().0;
+    match fs::metadata(policy.directory().join(library)) {
         Ok(metadata) if metadata.is_file() => None,
-        Ok(_) => Some(format!("library {:?} is not a regular file", manifest.library)),
+        Ok(_) => Some(format!("library {library:?} is not a regular file")),
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
-            Some(format!("library {:?} does not exist beside the manifest", manifest.library))
+            Some(format!("library {library:?} does not exist beside the manifest"))
         }
-        Err(error) => Some(format!("library {:?} cannot be read: {error}", manifest.library)),
+        Err(error) => Some(format!("library {library:?} cannot be read: {error}")),
     }
 }
 
@@ -314,30 +317,6 @@ fn refuse_duplicates(plugins: &mut [Discovered]) {
                 plugins[i].refuse(reason);
             }
         }
-    }
-}
-
-/// A plugin that requires what no usable plugin provides is refused, and so, in turn, is what
-/// requires something of it.
-fn refuse_unmet(plugins: &mut [Discovered]) {
-    loop {
-        let manifest = |p: &Discovered| match p.state {
-            State::Usable => p.manifest.clone(),
-            _ => None,
-        };
-        let usable: Vec<Manifest> = plugins.iter().filter_map(manifest).collect();
-        let is_met = |wanted: &Requirement| {
-            wanted.optional
-                || usable.iter().flat_map(|m| &m.provides).any(|offered| wanted.accepts(offered))
-        };
-        let unmet = plugins.iter().enumerate().find_map(|(i, plugin)| {
-            let wanted = manifest(plugin)?.requires.into_iter().find(|r| !is_met(r))?;
-            Some((i, wanted))
-        });
-        let Some((i, wanted)) = unmet else { return };
-        let offered = usable.iter().flat_map(|m| &m.provides).map(|c| c.name.as_str());
-        let hint = suggest::did_you_mean(&wanted.name, offered);
-        plugins[i].refuse(format!("requires {wanted}, which no usable plugin provides{hint}"));
     }
 }
 

@@ -1,18 +1,19 @@
 //! The file stage of loading a plugin: everything that is checked before the dynamic linker maps
 //! the file, because from then on a bad file can kill the process.
 //!
-//! The file is opened once; hash and checks go through that descriptor, and the library must be
-//! loaded from the same one ([`CheckedFile::load_path`]), so that replacing the file between check
-//! and load has no effect. (Writing into the checked file in place does; the directory rules keep
-//! strangers from that.)
+//! The file is opened once and copied into sealed memory; hash and checks are of the copy, and the
+//! library is loaded from it ([`CheckedFile::load_path`]). So neither replacing the file between check
+//! and load has an effect, nor writing into it in place, even while the library is in use: a mapped
+//! file that is cut short would end the process.
 
 use std::fmt::{self, Write as _};
 use std::fs::File;
-use std::io;
+use std::io::{self, Write};
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
+use rustix::fs::{MemfdFlags, SealFlags};
 use sha2::{Digest, Sha256};
 
 use crate::discovery::policy::Policy;
@@ -23,7 +24,7 @@ mod header;
 mod note;
 
 pub use header::check_image;
-pub use note::PluginNote;
+pub use note::{PluginNote, cpu_has};
 
 /// A SHA-256 digest; displays as 64 lower-case hexadecimal digits.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
@@ -72,7 +73,7 @@ pub struct LibraryError {
 /// A library that passed the file stage, still open.
 #[derive(Debug)]
 pub struct CheckedFile {
-    /// The descriptor that was checked.
+    /// What was checked: a sealed copy of the file, or the file itself where the system gives none.
     pub file: File,
     /// Where the file was found; for messages only, the name may lead elsewhere by now.
     pub path: PathBuf,
@@ -80,6 +81,8 @@ pub struct CheckedFile {
     pub sha256: Sha256Digest,
     /// What the library says about itself; `None` when it is no plugin.
     pub note: Option<PluginNote>,
+    /// What is allowed and may surprise, one line each.
+    pub warnings: Vec<String>,
 }
 
 impl CheckedFile {
@@ -114,17 +117,41 @@ pub fn check_file(
             "{size} bytes, more than the {MAX_LIBRARY_BYTES} allowed for a plugin"
         )));
     }
-    let sha256 = digest(&file).map_err(unread)?;
+    let name = path.file_name().unwrap_or_default().to_string_lossy();
+    let (file, sha256) = match sealed_memory(&name) {
+        Some(copy) => {
+            let sha256 = digest(&file, |bytes| (&copy).write_all(bytes)).map_err(unread)?;
+            let seals = SealFlags::WRITE | SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL;
+            rustix::fs::fcntl_add_seals(&copy, seals).map_err(|e| unread(e.into()))?;
+            (copy, sha256)
+        }
+        None => {
+            let sha256 = digest(&file, |_| Ok(())).map_err(unread)?;
+            (file, sha256)
+        }
+    };
+    // What was read: the file may have another length by now.
+    let size = file.metadata().map_err(unread)?.len();
     if let Some(pin) = pin.filter(|pin| *pin != sha256) {
         return Err(refuse(format!(
             "sha256 is {sha256}, the manifest pins {pin}: install the pinned build or update the pin"
         )));
     }
-    let note = check_image(&file, size).map_err(refuse)?;
-    Ok(CheckedFile { file, path: path.to_owned(), sha256, note })
+    let (note, warnings) = header::examine(&file, size).map_err(refuse)?;
+    Ok(CheckedFile { file, path: path.to_owned(), sha256, note, warnings })
 }
 
-fn digest(file: &File) -> io::Result<Sha256Digest> {
+/// Memory that can be loaded from and sealed; `None` where the system has none or forbids it.
+fn sealed_memory(name: &str) -> Option<File> {
+    let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
+    // Older systems do not know the flag for memory with code in it, newer ones may insist on it.
+    let made = rustix::fs::memfd_create(name, flags | MemfdFlags::EXEC)
+        .or_else(|_| rustix::fs::memfd_create(name, flags));
+    made.ok().map(File::from)
+}
+
+/// Digest of the whole file, whose pieces also go to `copy`.
+fn digest(file: &File, mut copy: impl FnMut(&[u8]) -> io::Result<()>) -> io::Result<Sha256Digest> {
     let mut hasher = Sha256::new();
     let mut buffer = vec![0; 1 << 16];
     let mut offset = 0;
@@ -133,6 +160,7 @@ fn digest(file: &File) -> io::Result<Sha256Digest> {
             Ok(0) => return Ok(Sha256Digest(hasher.finalize().into())),
             Ok(n) => {
                 hasher.update(&buffer[..n]);
+                copy(&buffer[..n])?;
                 offset += n as u64;
             }
             Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
@@ -162,7 +190,7 @@ mod tests {
         let path = dir.path().join("abc");
         std::fs::write(&path, "abc").unwrap();
         assert_eq!(
-            digest(&File::open(path).unwrap()).unwrap().to_string(),
+            digest(&File::open(path).unwrap(), |_| Ok(())).unwrap().to_string(),
             "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
         );
     }

@@ -85,6 +85,17 @@ pub struct ManifestError {
 }
 
 impl Manifest {
+    /// The build for this CPU, with its pin: the first variant all of whose features it has, otherwise
+    /// the library itself.
+    pub fn build(&self) -> (&str, Option<Sha256Digest>) {
+        let fits =
+            |v: &&Variant| v.target_features.iter().all(|feature| crate::elf::cpu_has(feature));
+        match self.variants.iter().find(fits) {
+            Some(variant) => (&variant.library, variant.sha256),
+            None => (&self.library, self.sha256),
+        }
+    }
+
     /// Parses the text of a manifest; `file` is how messages name it. All problems are reported.
     pub fn parse(file: &str, text: &str) -> Result<Self, ManifestError> {
         let doc = Document::new(file, text);

@@ -1,6 +1,7 @@
 //! Loading a plugin in a child process first. A library runs code as soon as it is mapped; what
 //! crashes, ends or hangs the process then does so in the child.
 
+use std::io::{Read, Write};
 use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode, ExitStatus, Stdio};
@@ -29,8 +30,9 @@ impl Probe {
 /// How long a plugin may take to be loaded.
 const DEADLINE: Duration = Duration::from_secs(10);
 
-/// The child's answer that the contract does not fit: the parent will find the same, and say why.
-const REFUSED: u8 = 3;
+/// What the child says once it is through. An exit code would not do: initialisers can end the child
+/// with any. That the contract does not fit is no matter here: the parent will find the same, and say why.
+const THROUGH: &[u8] = b"through\n";
 
 /// Loads the checked file in a child process. Answers how long it took.
 ///
@@ -43,13 +45,18 @@ pub fn probe(file: &CheckedFile) -> Result<Duration, String> {
     let mut child = Command::new(program)
         .args(["plugin", "probe"])
         .stdin(Stdio::from(descriptor))
-        .stdout(Stdio::null())
+        .stdout(Stdio::piped())
         .stderr(Stdio::null())
         .spawn()
         .map_err(|e| format!("cannot be probed: no child process: {e}"))?;
     loop {
         match child.try_wait() {
-            Ok(Some(status)) => return judge(status).map(|()| start.elapsed()),
+            Ok(Some(status)) => {
+                let mut said = [0; THROUGH.len()];
+                let answer = child.stdout.take().map(|mut out| out.read_exact(&mut said));
+                let is_through = matches!(answer, Some(Ok(()))) && said == THROUGH;
+                return judge(status, is_through).map(|()| start.elapsed());
+            }
             Ok(None) if start.elapsed() < DEADLINE => {
                 std::thread::sleep(Duration::from_millis(1));
             }
@@ -66,9 +73,12 @@ pub fn probe(file: &CheckedFile) -> Result<Duration, String> {
     }
 }
 
-fn judge(status: ExitStatus) -> Result<(), String> {
+fn judge(status: ExitStatus, is_through: bool) -> Result<(), String> {
     match (status.code(), status.signal()) {
-        (Some(code), _) if code == 0 || code == i32::from(REFUSED) => Ok(()),
+        (Some(0), _) if is_through => Ok(()),
+        (Some(code), _) if is_through => {
+            Err(format!("spoils the end of the process: a child exited with code {code}"))
+        }
         (Some(code), _) => {
             Err(format!("ends the process when it is loaded: a child exited with code {code}"))
         }
@@ -96,8 +106,10 @@ fn program() -> Result<PathBuf, String> {
 
 /// The child: loads what standard input is.
 pub fn child() -> ExitCode {
-    match resource_api::abi::library::load_trusted(Path::new("/proc/self/fd/0")) {
-        Ok(_) => ExitCode::SUCCESS,
-        Err(_) => ExitCode::from(REFUSED),
+    let _ = resource_api::abi::library::load_trusted(Path::new("/proc/self/fd/0"));
+    let mut out = crate::output::out();
+    match out.write_all(THROUGH).and_then(|()| out.flush()) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(_) => ExitCode::FAILURE,
     }
 }

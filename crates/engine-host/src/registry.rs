@@ -3,7 +3,8 @@
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::path::PathBuf;
-use std::sync::Mutex;
+use std::sync::{Mutex, Once};
+use std::time::{Duration, Instant};
 
 use resource_api::abi::fault::FaultCell;
 use resource_api::abi::library::{PluginLibrary, load_trusted};
@@ -17,6 +18,7 @@ use crate::elf::CheckedFile;
 use crate::error::{Error, ErrorKind, Result};
 use crate::probe;
 use crate::suggest;
+use crate::watch::told_if_slow;
 
 mod file;
 
@@ -38,6 +40,19 @@ impl Registered {
         let mut object = self.kind.clone().into_object();
         object.share_fault(FaultCell::shared(&self.plugin));
         open_object(object)
+    }
+
+    /// Builds a resource.
+    ///
+    /// # Errors
+    /// Wrong settings, or what the kind's own `build` says; names the resource.
+    pub fn build(
+        &self,
+        spec: &NodeResourceSpec,
+        info: EngineResourceInfo,
+    ) -> Result<BuiltResource> {
+        let built = self.unmarked().and_then(|kind| kind.build(spec.clone(), info));
+        built.map_err(|e| of_resource(spec, self, e))
     }
 }
 
@@ -66,6 +81,10 @@ pub struct Listed {
     pub state: &'static str,
     /// Why it was refused; one line.
     pub reason: Option<String>,
+    /// What there is to read beside the reason, in any number of lines.
+    pub details: String,
+    /// How long checking and loading took.
+    pub took: Duration,
     library: Option<PluginLibrary>,
 }
 
@@ -85,6 +104,7 @@ impl Registry {
     /// Loads what the config needs, or everything usable when `wanted` is `None`. A plugin that is
     /// refused does not stop the others; asking for a kind of it says why.
     pub fn load(discovery: &Discovery, wanted: Option<&[&str]>) -> Self {
+        tell_of_environment();
         let mut registry = Self::default();
         for found in &discovery.plugins {
             let Some(manifest) = &found.manifest else { continue };
@@ -152,9 +172,7 @@ impl Registry {
         spec: &NodeResourceSpec,
         info: EngineResourceInfo,
     ) -> Result<BuiltResource> {
-        let registered = self.kind(&spec.kind)?;
-        let built = registered.unmarked().and_then(|kind| kind.build(spec.clone(), info));
-        built.map_err(|e| of_resource(spec, registered, e))
+        self.kind(&spec.kind)?.build(spec, info)
     }
 
     /// Keys that a resource with this spec depends on, as its kind says.
@@ -179,6 +197,29 @@ fn of_resource(spec: &NodeResourceSpec, from: &Registered, e: ResourceError) -> 
     Error::new(ErrorKind::from(e.kind()), message)
 }
 
+/// What the environment makes the dynamic linker do to this process and all plugins in it.
+pub fn environment() -> Vec<String> {
+    let what = |name| match name {
+        "LD_PRELOAD" | "LD_AUDIT" => "puts code into this process and every plugin",
+        _ => "decides where libraries that plugins need (of the GPU driver, for example) come from",
+    };
+    let names = ["LD_PRELOAD", "LD_AUDIT", "LD_LIBRARY_PATH"].into_iter();
+    let set = names.filter_map(|n| Some((n, std::env::var_os(n).filter(|v| !v.is_empty())?)));
+    set.map(|(name, value)| format!("{name}={} {}", value.to_string_lossy(), what(name))).collect()
+}
+
+fn tell_of_environment() {
+    static ONCE: Once = Once::new();
+    ONCE.call_once(|| {
+        for line in environment() {
+            match line.starts_with("LD_LIBRARY_PATH") {
+                true => tracing::info!("{line}"),
+                false => tracing::warn!("{line}"),
+            }
+        }
+    });
+}
+
 /// Loads one plugin, if its manifest allows, and says what became of it.
 pub fn inspect(found: &Discovered) -> Listed {
     let manifest = found.manifest.as_ref();
@@ -192,8 +233,11 @@ pub fn inspect(found: &Discovered) -> Listed {
             .unwrap_or_default(),
         state: "refused",
         reason: None,
+        details: String::new(),
+        took: Duration::ZERO,
         library: None,
     };
+    let started = Instant::now();
     match &found.state {
         State::Disabled => listed.state = "disabled",
         State::Refused(reason) => listed.reason = Some(reason.clone()),
@@ -202,22 +246,38 @@ pub fn inspect(found: &Discovered) -> Listed {
                 listed.state = "loaded";
                 listed.library = Some(library);
             }
-            Err(reason) => listed.reason = Some(reason),
+            Err(Refused { reason, details }) => {
+                listed.reason = Some(reason);
+                listed.details = details;
+            }
         },
     }
+    listed.took = started.elapsed();
     listed
 }
 
+/// Why a plugin is not loaded: one line, and what else there is to read.
+#[derive(Debug, Default)]
+struct Refused {
+    reason: String,
+    details: String,
+}
+
+impl From<String> for Refused {
+    fn from(reason: String) -> Self {
+        Self { reason, details: String::new() }
+    }
+}
+
 /// Checks, loads and compares with the manifest.
-fn open(found: &Discovered) -> Result<PluginLibrary, String> {
+fn open(found: &Discovered) -> Result<PluginLibrary, Refused> {
     let checked = found.check_library().map_err(|e| e.to_string())?;
     let path = checked.path.clone();
     let within = |e: String| format!("{}: {e}", path.display());
     let Some(note) = &checked.note else {
-        return Err(within(
-            "is not a resource plugin: it carries no RESAPI note, which export_plugin! writes"
-                .into(),
-        ));
+        let reason =
+            "is not a resource plugin: it carries no RESAPI note, which export_plugin! writes";
+        return Err(within(reason.into()).into());
     };
     note.check().map_err(within)?;
     // Before anything of it runs, by what it says; and afterwards by what it is.
@@ -225,12 +285,23 @@ fn open(found: &Discovered) -> Result<PluginLibrary, String> {
     if found.needs_probe() {
         probe::probe(&checked).map_err(within)?;
     }
-    let library = load_once(checked).map_err(|e| within(e.to_string()))?;
+    tracing::info!(
+        plugin = found.name(),
+        rustc = note.rustc,
+        profile = note.profile,
+        "loading {}",
+        path.display()
+    );
+    let library = load_once(checked)
+        .map_err(|e| Refused { reason: within(e.to_string()), details: e.details().to_owned() })?;
     let kinds = library.kinds.iter().map(Kind::kind).collect();
     let provides = library.kinds.iter().flat_map(Kind::provides).collect();
     agrees(found, kinds, provides)?;
     Ok(library)
 }
+
+/// A list of a broken library may be of any length.
+const MOST_SHOWN: usize = 20;
 
 /// Compares what a library offers with its manifest.
 fn agrees(
@@ -247,7 +318,8 @@ fn agrees(
         list.dedup();
     }
     let differs = |what: &str, said: &[String], has: &[String]| {
-        let show = |names: &[String]| suggest::listed(names.iter().map(String::as_str));
+        let show =
+            |names: &[String]| suggest::listed(names.iter().map(String::as_str).take(MOST_SHOWN));
         let (said, has) = (show(said), show(has));
         Err(format!(
             "{}: manifest says {what} {said}, library has {has}: make the manifest agree",
@@ -270,8 +342,9 @@ fn load_once(checked: CheckedFile) -> resource_api::Result<PluginLibrary> {
     }
     let (path, digest) = (checked.load_path(), checked.sha256.0);
     // Before the outcome is known: a library that is refused once it is mapped stays mapped.
+    let what = format!("plugin {}, initialisers and constructor,", checked.path.display());
     images.files.push(checked.file);
-    let library = load_trusted(&path)?;
+    let library = told_if_slow(&what, || load_trusted(&path))?;
     images.kinds.insert(digest, library.kinds.clone());
     Ok(library)
 }

@@ -290,3 +290,131 @@ fn who_builds_a_kind() {
         )
     );
 }
+
+/// Reasons of the refused, by the plugin's name.
+fn refusals(found: &Discovery) -> Vec<(String, String)> {
+    let reason = |plugin: &engine_host::discovery::Discovered| match &plugin.state {
+        State::Refused(reason) => {
+            let message = reason.split_once(": ").map_or("", |(_, message)| message);
+            Some((plugin.name(), message.to_owned()))
+        }
+        _ => None,
+    };
+    found.plugins.iter().filter_map(reason).collect()
+}
+
+#[test]
+fn needs_that_nobody_meets_are_told_with_the_reason() {
+    let dir = directory();
+    plugin(dir.path(), "a", "a", "kind-a", "provides = ['kv.cache/1.1']");
+    plugin(dir.path(), "b", "b", "kind-b", "requires = ['kv.cache >= 1.2']");
+    plugin(dir.path(), "c", "c", "kind-c", "requires = ['kv.cahce']");
+    plugin(dir.path(), "d", "d", "kind-d", "requires = ['x.y?', 'kv.cache >= 1.1']");
+    plugin(dir.path(), "e", "e", "kind-e", "provides = ['clock/1']\nenabled = false");
+    plugin(dir.path(), "f", "f", "kind-f", "requires = ['clock']\nprovides = ['ticks/1']");
+    plugin(dir.path(), "g", "g", "kind-g", "requires = ['ticks']");
+    let found = scan(&[dir.path()]);
+    let at = |file: &str| dir.path().join(file).display().to_string();
+    let expected = [
+        (
+            "b",
+            "requires kv.cache >= 1.2, which no usable plugin provides: a has kv.cache/1.1".into(),
+        ),
+        (
+            "c",
+            "requires kv.cahce, which no usable plugin provides; did you mean \"kv.cache\"?".into(),
+        ),
+        (
+            "f",
+            format!(
+                "requires clock, which no usable plugin provides: e would, but is disabled ({})",
+                at("e.toml")
+            ),
+        ),
+        (
+            "g",
+            format!(
+                "requires ticks, which no usable plugin provides: f would, but is refused ({})",
+                at("f.toml")
+            ),
+        ),
+    ];
+    let expected: Vec<(String, String)> =
+        expected.into_iter().map(|(name, reason)| (name.to_owned(), reason)).collect();
+    assert_eq!(refusals(&found), expected);
+}
+
+#[test]
+fn plugins_that_need_each_other_in_a_circle_are_refused_with_the_chain() {
+    let dir = directory();
+    plugin(dir.path(), "a", "a", "kind-a", "provides = ['x/1']\nrequires = ['z']");
+    plugin(dir.path(), "b", "b", "kind-b", "provides = ['y/1']\nrequires = ['x']");
+    plugin(dir.path(), "c", "c", "kind-c", "provides = ['z/1']\nrequires = ['y >= 1.0']");
+    plugin(dir.path(), "d", "d", "kind-d", "requires = ['z']");
+    plugin(dir.path(), "e", "e", "kind-e", "provides = ['own/1']\nrequires = ['own']");
+    plugin(dir.path(), "f", "f", "kind-f", "provides = ['u/1']\nrequires = ['v?']");
+    plugin(dir.path(), "g", "g", "kind-g", "provides = ['v/1']\nrequires = ['u']");
+    let found = scan(&[dir.path()]);
+    let refused = refusals(&found);
+    let names: Vec<&str> = refused.iter().map(|(name, _)| name.as_str()).collect();
+    assert_eq!(names, ["a", "b", "c", "d"], "{refused:?}");
+    assert_eq!(
+        refused[0].1,
+        "can never be built: a requires z of c, which requires y >= 1.0 of b, which requires x of a"
+    );
+    assert!(
+        refused[3].1.starts_with("can never be built: d requires z of c, which "),
+        "{refused:?}"
+    );
+}
+
+#[test]
+fn ordinary_installations_work() {
+    // A clone under umask 002, and files of another user in a container.
+    let dir = directory();
+    let path = plugin(dir.path(), "kv", "kv", "kv", "");
+    set_mode(dir.path(), 0o775);
+    set_mode(&path, 0o664);
+    set_mode(&dir.path().join("libkv.so"), 0o775);
+    assert_eq!(scan(&[dir.path()]).plugins[0].state, State::Usable);
+    // A mount whose files are links to links within it, read-only.
+    let mount = directory();
+    let version = mount.path().join("..2026_01_01");
+    fs::create_dir(&version).unwrap();
+    plugin(&version, "kv", "kv", "kv", "");
+    symlink("..2026_01_01", mount.path().join("..data")).unwrap();
+    for file in ["kv.toml", "libkv.so"] {
+        symlink(Path::new("..data").join(file), mount.path().join(file)).unwrap();
+    }
+    set_mode(&version, 0o555);
+    set_mode(mount.path(), 0o555);
+    let found = scan(&[mount.path()]);
+    assert_eq!(found.plugins[0].state, State::Usable);
+    let error = found.plugins[0].check_library().unwrap_err();
+    assert_eq!(error.reason, "not an ELF file", "it is looked into");
+    set_mode(&version, 0o755);
+    set_mode(mount.path(), 0o755);
+}
+
+#[test]
+fn the_first_variant_that_this_cpu_can_run_is_taken() {
+    let dir = directory();
+    let variants = |features: &[&str]| {
+        let list = features.iter().enumerate();
+        list.map(|(i, f)| {
+            format!("[[plugin.variants]]\nlibrary = 'v{i}.so'\ntarget_features = [{f}]\n")
+        })
+        .collect::<String>()
+    };
+    for file in ["v0.so", "v1.so"] {
+        write(&dir.path().join(file), "");
+    }
+    let library = |features: &[&str]| {
+        plugin(dir.path(), "kv", "kv", "kv", &variants(features));
+        let path = scan(&[dir.path()]).plugins[0].library_path().unwrap();
+        path.file_name().unwrap().to_string_lossy().into_owned()
+    };
+    assert_eq!(library(&["'avx4096'"]), "libkv.so");
+    assert_eq!(library(&["'avx4096'", ""]), "v1.so");
+    assert_eq!(library(&["", "'avx4096'"]), "v0.so");
+}

@@ -293,3 +293,21 @@ proptest! {
         prop_assert!(check_bytes(&bytes).is_err());
     }
 }
+
+#[test]
+fn what_was_checked_is_what_will_be_loaded() {
+    let (bench, library) = (Bench::new(), sound_library());
+    fs::write(bench.path(), &library).unwrap();
+    let checked = check_file(&bench.path(), &bench.policy, None).unwrap();
+    // Overwritten in place and cut short, as by a careless copy; and then replaced.
+    fs::write(bench.path(), b"short").unwrap();
+    assert!(fs::read(checked.load_path()).unwrap() == library, "overwritten in place");
+    fs::write(bench.dir.path().join("other"), b"another").unwrap();
+    fs::rename(bench.dir.path().join("other"), bench.path()).unwrap();
+    assert!(fs::read(checked.load_path()).unwrap() == library, "replaced");
+    fs::remove_file(bench.path()).unwrap();
+    assert!(fs::read(checked.load_path()).unwrap() == library, "removed");
+    let mut copy = fs::OpenOptions::new().write(true).open(checked.load_path());
+    let written = copy.as_mut().map(|file| file.write(b"x"));
+    assert!(!matches!(written, Ok(Ok(_))), "nobody writes into it: {written:?}");
+}

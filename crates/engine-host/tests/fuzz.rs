@@ -162,6 +162,56 @@ fn damaged_libraries_are_refused_or_harm_only_a_child() {
     assert!(probe(&whole).is_ok(), "undamaged again");
 }
 
+/// Where segments, sections and the tables of the dynamic section begin and end.
+fn extents(bytes: &[u8]) -> Vec<usize> {
+    let u16_at = |at: usize| usize::from(u16::from_le_bytes([bytes[at], bytes[at + 1]]));
+    let u64_at = |at: usize| u64::from_le_bytes(bytes[at..at + 8].try_into().unwrap()) as usize;
+    let mut all = vec![0, 4, 63, 64];
+    for (table, size, count, offset) in
+        [(u64_at(32), u16_at(54), u16_at(56), 8), (u64_at(40), u16_at(58), u16_at(60), 24)]
+    {
+        for entry in (0..count).map(|i| table + i * size) {
+            let at = u64_at(entry + offset);
+            // The size comes two words after the offset in one table, and one after it in the other.
+            let len = u64_at(entry + offset + if offset == 8 { 24 } else { 8 });
+            all.extend([entry, at, at.saturating_add(len)]);
+        }
+        all.push(table + count * size);
+    }
+    all.retain(|&at| at <= bytes.len());
+    all.sort_unstable();
+    all.dedup();
+    all
+}
+
+#[test]
+fn libraries_cut_at_every_extent_are_refused_or_harm_only_a_child() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("libcut.so");
+    let whole = std::fs::read(plugins().join("libresource_positions.so")).unwrap();
+    let policy = Policy::of_directory(dir.path(), false).unwrap();
+    let step = if is_long() { 1 } else { 3 };
+    let (mut refused, mut taken) = (0, 0);
+    for at in extents(&whole).into_iter().step_by(step) {
+        for cut in [at.saturating_sub(1), at, at + 1] {
+            std::fs::write(&path, &whole[..cut.min(whole.len())]).unwrap();
+            match elf::check_file(&path, &policy, None) {
+                Err(e) => {
+                    refused += 1;
+                    assert!(!e.to_string().contains('\n'), "{e}");
+                }
+                Ok(checked) => {
+                    taken += 1;
+                    // Complete, or cut behind all that anybody maps.
+                    probe(&checked).unwrap_or_else(|why| panic!("cut at {cut}: {why}"));
+                }
+            }
+        }
+    }
+    println!("{refused} refused, {taken} taken");
+    assert!(refused > 50, "{refused}");
+}
+
 fn copy_plugins(to: &Path) {
     for entry in std::fs::read_dir(plugins()).unwrap() {
         let path = entry.unwrap().path();

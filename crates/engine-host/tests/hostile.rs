@@ -23,6 +23,11 @@ impl Directory {
 
     /// A plugin whose initialiser runs `body`, with this note.
     fn plugin(&self, name: &str, note: &str, body: &str) {
+        self.plugin_with(name, note, body, "", &[]);
+    }
+
+    /// The same, with `more` code and flags of the compiler.
+    fn plugin_with(&self, name: &str, note: &str, body: &str, more: &str, flags: &[&str]) {
         let source = self.path().join(format!("{name}.c"));
         let text = note.replace('\n', "\\n");
         let code = format!(
@@ -35,6 +40,7 @@ impl Directory {
             static const struct {{ unsigned n, c, t; char name[8]; char text[sizeof TEXT]; }} note =
                 {{ 7, sizeof TEXT, 1, "RESAPI", TEXT }};
             __attribute__((constructor)) static void run(void) {{ {body} }}
+            {more}
             "#
         );
         std::fs::write(&source, code).unwrap();
@@ -42,6 +48,7 @@ impl Directory {
         let done = Command::new("cc")
             .args(["-shared", "-fPIC", "-o"])
             .args([&library, &source])
+            .args(flags)
             .output()
             .expect("a C compiler, which rustc needs too");
         assert!(done.status.success(), "{}", String::from_utf8_lossy(&done.stderr));
@@ -66,12 +73,18 @@ impl Directory {
     }
 
     fn run(&self, args: &[&str]) -> Output {
+        self.run_with(args, &[])
+    }
+
+    /// With further variables in the environment.
+    fn run_with(&self, args: &[&str], environment: &[(&str, &Path)]) -> Output {
         let config = self.path().join("engine.cfg");
         let text = format!("[engine]\nplugin_dirs = [{:?}]\n", self.path());
         std::fs::write(&config, text).unwrap();
         let mut all = args.to_vec();
         all.extend(["--config", config.to_str().unwrap()]);
-        Command::new(env!("CARGO_BIN_EXE_engine-host")).args(all).output().unwrap()
+        let mut host = Command::new(env!("CARGO_BIN_EXE_engine-host"));
+        host.args(all).envs(environment.iter().copied()).output().unwrap()
     }
 
     /// State and reason of a plugin, from the list; which must have ended well.
@@ -90,6 +103,7 @@ impl Directory {
 #[test]
 fn initialisers_that_end_crash_or_hang_harm_only_a_child() {
     for (body, reason) in [
+        ("_exit(0);", "ends the process when it is loaded: a child exited with code 0"),
         ("_exit(42);", "ends the process when it is loaded: a child exited with code 42"),
         ("abort();", "crashes when it is loaded: a child was ended by signal 6"),
         ("*(volatile int *)8 = 1;", "crashes when it is loaded: a child was ended by signal 11"),
@@ -207,4 +221,222 @@ fn with_a_lock_only_what_is_in_it_is_loaded() {
     let output = dir.run(&["plugin", "list"]);
     let line = String::from_utf8(output.stderr).unwrap();
     assert!(!output.status.success() && line.contains("plugins.lock: unknown field"), "{line}");
+}
+
+/// Puts a word of the same length in place of another in a library.
+fn patch(library: &Path, from: &[u8], to: &[u8]) {
+    let mut bytes = std::fs::read(library).unwrap();
+    let places: Vec<usize> =
+        (0..bytes.len() - from.len()).filter(|&at| bytes[at..].starts_with(from)).collect();
+    assert!(!places.is_empty() && from.len() == to.len());
+    for at in places {
+        bytes[at..at + to.len()].copy_from_slice(to);
+    }
+    std::fs::write(library, bytes).unwrap();
+}
+
+#[test]
+fn an_initialiser_that_prints_does_not_spoil_the_output() {
+    let dir = Directory::new().with_installed();
+    // Through the C library's buffer, and past it.
+    dir.plugin("hostile", GOOD_NOTE, "printf(\"hello\"); fflush(stdout); write(1, \"[\", 1);");
+    let (state, why) = dir.listed("hostile");
+    assert_eq!(state, "refused");
+    assert!(why.contains("it has no entry written by export_plugin!"), "{why}");
+    let output = dir.run(&["plugin", "doctor", "--json"]);
+    serde_json::from_slice::<serde_json::Value>(&output.stdout).expect("nothing else is in it");
+    let elsewhere = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(elsewhere.contains("hello"), "{elsewhere}");
+}
+
+#[test]
+fn initialisers_that_exhaust_or_signal_the_process_harm_only_a_child() {
+    let more = "#include <signal.h>
+        __attribute__((noinline)) int deeper(int n) { volatile char page[4096]; page[0] = n;
+            return deeper(n + 1) + page[0]; }";
+    for body in [
+        "extern int raise(int); raise(15);",
+        "extern int kill(int, int); kill(getpid(), 9);",
+        "__builtin_trap();",
+        "exit(0);",
+        "extern int deeper(int); deeper(0);",
+    ] {
+        let dir = Directory::new().with_installed();
+        dir.plugin_with("hostile", GOOD_NOTE, body, more, &["-O0", "-w"]);
+        let (state, why) = dir.listed("hostile");
+        assert_eq!(state, "refused", "{body}: {why}");
+        assert!(why.contains("when it is loaded: a child "), "{body}: {why}");
+        assert_eq!(dir.listed("resource-kv").0, "loaded", "the others work");
+    }
+}
+
+/// The name that a plugin's entry has.
+const ENTRY: &str = "_1as_0lib_1header_0root_bmodule_bloader";
+
+#[test]
+fn forged_entries_are_refused() {
+    let magic = "abi stable library for Rust     ";
+    for (more, reason) in [
+        (format!("const char {ENTRY}[512] = \"not that magic at all ----------\";"), ""),
+        (format!("const char {ENTRY}[512] = {{0}};"), ""),
+        // The right magic over nothing: whoever reads on, crashes.
+        (format!("const char {ENTRY}[512] = \"{magic}\";"), ""),
+        (format!("const int {ENTRY} = 0;"), ""),
+        (format!("int {ENTRY}(void) {{ return 1; }}"), ""),
+    ] {
+        let dir = Directory::new().with_installed();
+        dir.plugin_with("hostile", GOOD_NOTE, "", &more, &[]);
+        let (state, why) = dir.listed("hostile");
+        assert_eq!(state, "refused", "{more}");
+        assert!(why.contains("libhostile.so: ") && why.contains(reason), "{more}: {why}");
+        assert_eq!(dir.listed("resource-kv").0, "loaded", "the others work");
+    }
+}
+
+#[test]
+fn a_library_that_needs_a_newer_c_library_is_refused_in_its_words() {
+    let dir = Directory::new();
+    dir.plugin("hostile", GOOD_NOTE, "puts(\"\");");
+    let library = dir.path().join("libhostile.so");
+    patch(&library, b"GLIBC_2.2.5", b"GLIBC_9.9.9");
+    let (state, why) = dir.listed("hostile");
+    assert_eq!(state, "refused");
+    assert!(why.contains("cannot be loaded: ") && why.contains("GLIBC_9.9.9"), "{why}");
+}
+
+#[test]
+fn a_library_of_its_own_beside_a_plugin_is_not_taken_along() {
+    let dir = Directory::new();
+    let vendor = dir.path().join("libvendor.so.1");
+    let source = dir.path().join("vendor.c");
+    std::fs::write(&source, "int vendor(void) { return 1; }").unwrap();
+    let built = Command::new("cc")
+        .args(["-shared", "-fPIC", "-Wl,-soname,libvendor.so.1", "-o"])
+        .args([&vendor, &source])
+        .status();
+    assert!(built.unwrap().success());
+    let folder = dir.path().to_str().unwrap();
+    for flags in
+        [vec!["-Wl,-rpath,$ORIGIN"], vec!["-Wl,-rpath,$ORIGIN", "-Wl,--disable-new-dtags"], vec![]]
+    {
+        let (more, lib) = ("int vendor(void); int use(void) { return vendor(); }", vendor.to_str());
+        let flags: Vec<&str> = flags.into_iter().chain([lib.unwrap(), "-L", folder]).collect();
+        dir.plugin_with("hostile", GOOD_NOTE, "", more, &flags);
+        let (state, why) = dir.listed("hostile");
+        assert_eq!(state, "refused");
+        assert!(why.contains("needs \"libvendor.so.1\""), "{why}");
+        assert!(why.contains("link it statically"), "{why}");
+    }
+}
+
+#[test]
+fn the_search_path_does_not_decide_which_plugin_is_loaded() {
+    let (dir, evil) = (Directory::new().with_installed(), Directory::new());
+    for name in ["resource_kv", "resource_positions", "resource_sampler", "resource_attention"] {
+        evil.plugin(name, GOOD_NOTE, "_exit(7);");
+    }
+    let environment = [("LD_LIBRARY_PATH", evil.path())];
+    let output = dir.run_with(&["plugin", "list", "--json"], &environment);
+    let list: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert!(list.as_array().unwrap().iter().all(|p| p["state"] == "loaded"), "{list}");
+    // What the environment decides all the same is said.
+    let output = dir.run_with(&["plugin", "doctor"], &environment);
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(said.contains("warning: LD_LIBRARY_PATH="), "{said}");
+}
+
+#[test]
+fn programs_and_object_files_are_no_plugins() {
+    let dir = Directory::new();
+    for (flags, says) in [
+        (vec!["-pie", "-nostartfiles"], "executable, not a shared library"),
+        (vec!["-no-pie", "-nostartfiles", "-Wl,-e,0"], "an executable, not a shared library"),
+        (vec!["-c"], "an object file, not a shared library"),
+    ] {
+        dir.plugin("hostile", GOOD_NOTE, "");
+        let (library, source) = (dir.path().join("libhostile.so"), dir.path().join("hostile.c"));
+        let built = Command::new("cc").args(flags).arg("-o").args([&library, &source]).status();
+        assert!(built.unwrap().success());
+        let (state, why) = dir.listed("hostile");
+        assert_eq!(state, "refused");
+        assert!(why.contains(says), "{why}");
+    }
+}
+
+#[test]
+fn symbols_that_plugins_would_share_are_warned_of() {
+    let dir = Directory::new();
+    let more = "__asm__(\".globl shared\\n.type shared, @gnu_unique_object\\n.data\\nshared: .long 1\\n\
+                .size shared, 4\\n.text\");";
+    dir.plugin_with("hostile", GOOD_NOTE, "", more, &[]);
+    let (_, text) = doctor(&dir, &[dir.path().join("hostile.toml")]);
+    assert!(text.contains("warning: 1 of its symbols are unique in the process"), "{text}");
+    dir.plugin("hostile", GOOD_NOTE, "");
+    let (_, text) = doctor(&dir, &[dir.path().join("hostile.toml")]);
+    assert!(!text.contains("warning: "), "{text}");
+}
+
+#[test]
+fn a_note_of_absurd_size_is_refused() {
+    for (note, says) in [
+        ((0..3000).fold(GOOD_NOTE.to_owned(), |n, i| format!("{n}kind k{i}\n")), "3001 kinds"),
+        (format!("{GOOD_NOTE}kind {}\n", "x".repeat(4000)), "a name of 4000 bytes"),
+    ] {
+        let dir = Directory::new();
+        dir.plugin("hostile", &note, "_exit(1);");
+        let (state, why) = dir.listed("hostile");
+        assert_eq!(state, "refused");
+        assert!(why.contains(says) && why.len() < 600, "{why}");
+    }
+}
+
+#[test]
+fn a_lock_without_a_digest_trusts_nothing() {
+    let dir = Directory::new().with_installed();
+    assert!(dir.run(&["plugin", "trust"]).status.success());
+    let lock = dir.path().join("plugins.lock");
+    let text = std::fs::read_to_string(&lock).unwrap();
+    for digest in ["", "0", "zz", " "] {
+        let lines = text.lines().map(|line| match line.starts_with("library_sha256") {
+            true => format!("library_sha256 = {digest:?}\n"),
+            false => format!("{line}\n"),
+        });
+        std::fs::write(&lock, lines.collect::<String>()).unwrap();
+        let (state, why) = dir.listed("resource-kv");
+        assert_eq!(state, "refused", "{digest:?}");
+        assert!(why.contains("plugins.lock has no digest for its library"), "{why}");
+    }
+    let without = text.lines().filter(|line| !line.starts_with("library_sha256"));
+    std::fs::write(&lock, without.collect::<Vec<_>>().join("\n")).unwrap();
+    let output = dir.run(&["plugin", "list"]);
+    assert!(!output.status.success(), "a lock that cannot be understood is an error");
+}
+
+#[test]
+fn a_contract_that_does_not_fit_is_one_line_and_verbose_has_the_rest() {
+    // A plugin of this repository whose idea of an interface is changed: the name of a method.
+    let dir = Directory::new().with_installed();
+    for entry in std::fs::read_dir(dir.path()).unwrap() {
+        let path = entry.unwrap().path();
+        if path.extension().is_some_and(|e| e == "toml") {
+            let text = std::fs::read_to_string(&path).unwrap();
+            let unpinned = text.lines().filter(|l| !l.starts_with("sha256"));
+            std::fs::write(&path, unpinned.collect::<Vec<_>>().join("\n")).unwrap();
+        }
+    }
+    patch(&dir.path().join("libresource_kv.so"), b"rollback_admit", b"rollback_adnit");
+    let (state, why) = dir.listed("resource-kv");
+    assert_eq!(state, "refused");
+    assert!(why.contains("`rollback_admit`: expected that name, found `rollback_adnit`"), "{why}");
+    // A field of a type.
+    patch(&dir.path().join("libresource_sampler.so"), b"max_seq_len", b"max_seq_lem");
+    let (state, why) = dir.listed("resource-sampler");
+    assert_eq!(state, "refused");
+    assert!(why.contains(" > ") || why.contains("KvFacts"), "{why}");
+    assert!(why.contains("expected max_seq_len, found max_seq_lem"), "{why}");
+    let brief = dir.run(&["plugin", "list"]).stdout;
+    let verbose = dir.run(&["plugin", "list", "--verbose"]).stdout;
+    let lines = |output: &[u8]| String::from_utf8_lossy(output).lines().count();
+    assert!(lines(&verbose) > lines(&brief) + 50, "{}", String::from_utf8_lossy(&verbose));
+    assert_eq!(dir.listed("resource-positions").0, "loaded", "the others work");
 }

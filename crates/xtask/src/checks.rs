@@ -37,6 +37,15 @@ pub fn run() -> Result<ExitCode> {
     Ok(if status.success() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
+/// Runs the long modes of the fuzz corpora.
+pub fn fuzz() -> Result<ExitCode> {
+    plugins::build(&plugins::BuildOptions::default())?;
+    let mut tests =
+        cargo(["test", "--package", "engine-host", "--test", "fuzz", "--", "--nocapture"]);
+    run_step("fuzz", tests.env("ENGINE_HOST_FUZZ", "long"))?;
+    Ok(ExitCode::SUCCESS)
+}
+
 fn has_nextest() -> bool {
     let mut probe: Command = cargo(["nextest", "--version"]);
     probe.stdout(Stdio::null()).stderr(Stdio::null());

@@ -1,5 +1,5 @@
-//! `cargo xtask`: builds and installs the plugins, fetches the model, compiles kernels, runs the demo and the
-//! tests.
+//! `cargo xtask`: builds and installs the plugins, fetches the model, compiles kernels, runs the demo, the
+//! tests and the long fuzz corpora.
 
 #![forbid(unsafe_code)]
 
@@ -36,6 +36,8 @@ enum Task {
     DeviceTest(device_test::DeviceTestOptions),
     /// Compile the CUDA kernels, which takes no GPU: check them, or make those of a release
     Kernels(kernels::KernelOptions),
+    /// Damage manifests and libraries at random and load them, fifty and ten times as many as `test` does
+    Fuzz,
     /// Run tests under Miri, a sanitizer or valgrind
     Sanitize(sanitize::SanitizeOptions),
     /// Run what CI runs: format, lints, docs, plugins, model, all tests
@@ -49,6 +51,7 @@ fn main() -> ExitCode {
         Task::Demo(options) => demo::run(&options),
         Task::DeviceTest(options) => device_test::run(&options).map(|()| ExitCode::SUCCESS),
         Task::Kernels(options) => kernels::run(&options).map(|()| ExitCode::SUCCESS),
+        Task::Fuzz => checks::fuzz(),
         Task::Sanitize(options) => sanitize::sanitize(&options).map(|()| ExitCode::SUCCESS),
         Task::Test => checks::run(),
     };

@@ -1,4 +1,4 @@
-//! `docs/behaviours.md` and `docs/cases.md`: complete, and about tests that are there.
+//! The pages that map behaviours to tests: complete, and about tests that are there.
 
 use std::collections::BTreeMap;
 
@@ -87,4 +87,33 @@ fn every_behaviour_has_a_row_and_every_named_test_exists() {
 fn every_case_has_a_row_and_every_named_test_exists() {
     let cases: Vec<String> = CASES.iter().map(|case| case.to_string()).collect();
     check("docs/cases.md", &cases);
+}
+
+/// `docs/hostile-plugins.md`: every row has tests, all of which are there.
+#[test]
+fn every_row_about_hostile_plugins_names_tests_that_exist() {
+    let text = std::fs::read_to_string(workspace_root().join("docs/hostile-plugins.md")).unwrap();
+    let mut problems = Vec::new();
+    let mut rows = 0;
+    for line in text.lines().filter(|l| l.starts_with("| ") && !l.starts_with("| given")) {
+        let cells: Vec<&str> = line.trim_matches('|').split(" | ").map(str::trim).collect();
+        let [given, expected, shown] = cells[..] else {
+            problems.push(format!("not three cells: {line}"));
+            continue;
+        };
+        rows += 1;
+        if given.is_empty() || expected.is_empty() {
+            problems.push(format!("an empty cell: {line}"));
+        }
+        match shown.strip_prefix("n/a: ") {
+            Some(why) if why.len() < 5 => problems.push(format!("{given}: n/a without a reason")),
+            Some(_) => {}
+            None => {
+                let named = shown.split(", ").filter_map(|n| problem_of(n.trim()));
+                problems.extend(named.map(|p| format!("{given}: {p}")));
+            }
+        }
+    }
+    assert!(rows > 40, "{rows} rows");
+    assert!(problems.is_empty(), "docs/hostile-plugins.md:\n{}", problems.join("\n"));
 }

@@ -9,7 +9,8 @@ use serde_json::Value;
 use super::ConfigArg;
 use super::bench_model::{self, ModelArgs};
 use crate::bench::{
-    Kinds, Linked, Pool, Shape, abi, load, peers, prefix, processes, ratchet, record, report, step,
+    Kinds, Linked, Pool, Shape, abi, copies, load, peers, prefix, processes, ratchet, record,
+    report, step,
 };
 use crate::error::{Error, ErrorKind, Result};
 
@@ -90,6 +91,12 @@ pub struct LoadArgs {
     /// This process alone
     #[arg(long, hide = true, conflicts_with = "docs")]
     once: bool,
+    /// Instead, so many copies of a plugin, each a library of its own
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1000))]
+    copies: Option<u16>,
+    /// Threads that load the copies
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u8).range(1..))]
+    threads: u8,
 }
 
 #[derive(Args)]
@@ -146,10 +153,14 @@ pub fn run(command: &BenchCommand, linked: Option<Linked>) -> Result<ExitCode> {
             })?;
             report.write(|docs| prefix::report(docs, &results))?;
         }
+        BenchCommand::Load(LoadArgs { common, copies: Some(count), threads, .. }) => {
+            let (count, threads) = (usize::from(*count), usize::from(*threads));
+            common.print(&copies::run(&common.config.load()?, count, threads)?);
+        }
         BenchCommand::Load(LoadArgs { common, once: true, .. }) => {
             say!("{}", load::once(|| common.config.load())?);
         }
-        BenchCommand::Load(LoadArgs { common, once: false, report }) => {
+        BenchCommand::Load(LoadArgs { common, once: false, report, .. }) => {
             let result = load::run(common.config.path(), common.quick)?;
             common.print(&result);
             report.write(|docs| load::report(docs, &result))?;

@@ -17,11 +17,21 @@ struct Stage {
     name: &'static str,
     /// What was found, or why the plugin is refused.
     outcome: std::result::Result<String, String>,
+    /// What there is to read beside it.
+    details: String,
 }
 
 /// Examines plugins and prints what was found; a failure if one is refused.
-pub fn doctor(config: &ConfigArg, paths: &[PathBuf], as_json: bool) -> Result<ExitCode> {
+pub fn doctor(
+    config: &ConfigArg,
+    paths: &[PathBuf],
+    as_json: bool,
+    verbose: bool,
+) -> Result<ExitCode> {
     let found = select(config, paths)?;
+    for line in registry::environment() {
+        note!("warning: {line}");
+    }
     let mut refused = false;
     let mut all = Vec::new();
     for plugin in &found {
@@ -29,7 +39,7 @@ pub fn doctor(config: &ConfigArg, paths: &[PathBuf], as_json: bool) -> Result<Ex
         refused |= stages.iter().any(|s| s.outcome.is_err());
         match as_json {
             true => all.push(to_json(plugin, &stages)),
-            false => print(plugin, &stages),
+            false => print(plugin, &stages, verbose),
         }
     }
     if as_json {
@@ -114,7 +124,7 @@ fn examine(plugin: &Discovered) -> Vec<Stage> {
     let mut stages = Vec::new();
     let mut stage = |name, outcome: std::result::Result<String, String>| {
         let went_well = outcome.is_ok();
-        stages.push(Stage { name, outcome });
+        stages.push(Stage { name, outcome, details: String::new() });
         went_well
     };
     let manifest = match (&plugin.state, &plugin.manifest) {
@@ -143,7 +153,9 @@ fn examine(plugin: &Discovered) -> Vec<Stage> {
     };
     let size = checked.file.metadata().map_or(0, |m| m.len());
     let pin = if plugin.is_pinned() { "pinned" } else { "not pinned" };
-    stage("file", Ok(format!("{size} bytes, sha256 {} ({pin})", checked.sha256)));
+    let mut found = vec![format!("{size} bytes, sha256 {} ({pin})", checked.sha256)];
+    found.extend(checked.warnings.iter().map(|warning| format!("warning: {warning}")));
+    stage("file", Ok(found.join("\n")));
     let note = match &checked.note {
         None => Err("carries no RESAPI note: is it built with export_plugin!?".to_owned()),
         Some(note) => note.check().map(|()| {
@@ -151,7 +163,11 @@ fn examine(plugin: &Discovered) -> Vec<Stage> {
                 true => "any CPU of its kind".to_owned(),
                 false => format!("a CPU with {}", note.features.join(", ")),
             };
-            format!("{}, by {}, panic={}, for {cpu}", note.plugin, note.rustc, note.panic)
+            let profile = if note.profile.is_empty() { "unknown" } else { &note.profile };
+            format!(
+                "{}, by {} ({profile}), panic={}, for {cpu}",
+                note.plugin, note.rustc, note.panic
+            )
         }),
     };
     if !stage("note", note) {
@@ -173,20 +189,25 @@ fn examine(plugin: &Discovered) -> Vec<Stage> {
             )),
         },
     );
+    if let Some(last) = stages.last_mut() {
+        last.details = listed.details;
+    }
     stages
 }
 
-fn print(plugin: &Discovered, stages: &[Stage]) {
+fn print(plugin: &Discovered, stages: &[Stage], verbose: bool) {
     say!("{}", plugin.path.display());
-    for Stage { name, outcome } in stages {
-        match outcome {
-            Ok(text) => say!("  {name:<9} ok       {text}"),
-            Err(text) => {
-                for (i, line) in text.lines().enumerate() {
-                    let mark = if i == 0 { "refused" } else { "" };
-                    say!("  {name:<9} {mark:<8} {line}");
-                }
-            }
+    for Stage { name, outcome, details } in stages {
+        let (mark, text) = match outcome {
+            Ok(text) => ("ok", text),
+            Err(text) => ("refused", text),
+        };
+        for (i, line) in text.lines().enumerate() {
+            let mark = if i == 0 { mark } else { "" };
+            say!("  {name:<9} {mark:<8} {line}");
+        }
+        if verbose {
+            details.lines().for_each(|line| say!("      {line}"));
         }
     }
 }

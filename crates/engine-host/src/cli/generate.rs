@@ -32,7 +32,7 @@ pub fn run(args: &GenerateArgs) -> Result<ExitCode> {
     // Before the model is loaded: a name that is wrong should not take seconds to be told.
     File::open(path).map_err(|e| Error::usage(format!("cannot read {}: {e}", path.display())))?;
     let mut output: Box<dyn Write> = match &args.output {
-        None => Box::new(std::io::stdout().lock()),
+        None => crate::output::out(),
         Some(path) => Box::new(
             File::create(path)
                 .map_err(|e| Error::usage(format!("cannot write {}: {e}", path.display())))?,
@@ -91,7 +91,7 @@ fn run_single(loaded: &mut Loaded, fields: Map<String, Value>, tell: bool) -> Re
     let tokenizer = loaded.model.tokenizer.clone();
     let mut text = Detokenizer::after(tokenizer, true, &request.prompt);
     loaded.engine.submit(request)?;
-    let mut out = std::io::stdout().lock();
+    let mut out = crate::output::out();
     let mut failure = None;
     while !loaded.engine.is_idle() {
         for event in loaded.engine.step() {

@@ -8,6 +8,7 @@ const DYN_SIZE: u64 = 16;
 const DT_NULL: u64 = 0;
 const DT_NEEDED: u64 = 1;
 const DT_STRTAB: u64 = 5;
+const DT_SYMTAB: u64 = 6;
 const DT_STRSZ: u64 = 10;
 const DT_TEXTREL: u64 = 22;
 const DT_FLAGS: u64 = 30;
@@ -15,6 +16,8 @@ const DT_FLAGS_1: u64 = 0x6fff_fffb;
 const DT_AUXILIARY: u64 = 0x7fff_fffd;
 const DT_FILTER: u64 = 0x7fff_ffff;
 const DF_TEXTREL: u64 = 4;
+const SYMBOL_SIZE: u64 = 24;
+const STB_GNU_UNIQUE: u8 = 10;
 const DF_1_PIE: u64 = 0x0800_0000;
 
 /// Libraries that a plugin may need: the C run time, which is in the process anyway, and the GPU
@@ -112,6 +115,27 @@ impl Dynamic {
             }
         }
         Ok(())
+    }
+
+    /// What other plugins would share with this one although each is loaded for itself.
+    pub(super) fn warnings(&self, image: &Image<'_>, segments: &[Segment]) -> Vec<String> {
+        // Damaged tables are not what this is about: the linker, or a child process, finds them.
+        match self.unique_symbols(image, segments) {
+            Some(count @ 1..) => vec![format!(
+                "{count} of its symbols are unique in the process (C++ template statics): plugins that \
+                 have the same share them; build with -fno-gnu-unique or hidden visibility"
+            )],
+            _ => Vec::new(),
+        }
+    }
+
+    fn unique_symbols(&self, image: &Image<'_>, segments: &[Segment]) -> Option<usize> {
+        let (symbols, strings) = (self.values(DT_SYMTAB).last()?, self.values(DT_STRTAB).last()?);
+        // Nothing says how many symbols there are; linkers put the strings behind them.
+        let len = strings.checked_sub(symbols)? / SYMBOL_SIZE * SYMBOL_SIZE;
+        let table = image.read("the symbol table", file_offset(segments, symbols)?, len).ok()?;
+        let unique = |symbol: &&[u8]| symbol[4] >> 4 == STB_GNU_UNIQUE;
+        Some(table.chunks_exact(SYMBOL_SIZE as usize).filter(unique).count())
     }
 
     fn strings(&self, image: &Image<'_>, segments: &[Segment]) -> Result<Vec<u8>, String> {

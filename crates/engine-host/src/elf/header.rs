@@ -30,6 +30,11 @@ const MAX_TABLE_BYTES: u64 = 64 << 20;
 /// Checks that `file`, of `size` bytes, is a shared library that this process can map safely, and
 /// reads its note. The error is one line without the file's name.
 pub fn check_image(file: &File, size: u64) -> Result<Option<PluginNote>, String> {
+    examine(file, size).map(|(note, _)| note)
+}
+
+/// As [`check_image`], with what is allowed and may surprise.
+pub(super) fn examine(file: &File, size: u64) -> Result<(Option<PluginNote>, Vec<String>), String> {
     let image = Image { file, size };
     let header = Header::read(&image)?;
     let segments = header.segments(&image)?;
@@ -37,7 +42,8 @@ pub fn check_image(file: &File, size: u64) -> Result<Option<PluginNote>, String>
     let dynamic = Dynamic::read(&image, &segments)?;
     dynamic.check_flags()?;
     dynamic.check_needed(&image, &segments)?;
-    PluginNote::read(&image, &segments)
+    let note = PluginNote::read(&image, &segments)?;
+    Ok((note, dynamic.warnings(&image, &segments)))
 }
 
 /// The file with its size; every read stays inside.

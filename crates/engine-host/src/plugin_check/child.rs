@@ -32,7 +32,7 @@ pub struct Request {
 }
 
 fn tell(line: &Value) {
-    let mut out = std::io::stdout().lock();
+    let mut out = crate::output::out();
     // Whoever reads has gone: then nobody wants the rest either.
     if writeln!(out, "{line}").and_then(|()| out.flush()).is_err() {
         std::process::exit(1);

@@ -42,7 +42,7 @@ pub fn load_file(path: &Path, options: &Options) -> Result<PluginFile> {
         if let State::Refused(reason) = &found.state {
             return Err(refused(reason.clone()));
         }
-        let library = open(&found).map_err(refused)?;
+        let library = open(&found).map_err(|why| refused(why.reason))?;
         let (name, manifest) = (found.name(), Some(found.path));
         return Ok(PluginFile { name, kinds: library.kinds, manifest });
     }
