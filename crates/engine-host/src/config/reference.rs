@@ -34,7 +34,7 @@ const RESOURCES: &str = "
 | `kind` | the kind, offered by some plugin | required |
 | `nodes` | nodes of the model that use the resource | required |
 | `depends_on` | keys that must be built before, beside those that the kind finds in its settings | `[]` |
-| `on_fault` | `\"fail_requests\"` or `\"stop\"`: what happens when it has panicked | `\"fail_requests\"` |
+| `on_fault` | `\"fail_requests\"`, `\"restart\"` or `\"stop\"`: what happens when it has broken | `\"fail_requests\"` |
 
 All other keys are settings of the kind, told in its plugin's documentation. `--set resources.main_kv.pages=8192`
 and `ENGINE_HOST_RESOURCES__MAIN_KV__PAGES=8192` change one; `--set` takes any other setting, too.
