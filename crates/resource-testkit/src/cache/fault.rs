@@ -13,7 +13,8 @@ macro_rules! faults {
         }
 
         impl Fault {
-            /// Those that leave the process alive, with what each does.
+            /// Those that the check is to find by itself, with what each does; the others end the process, or
+            /// are caught by the host before anything comes of them.
             pub const ALL: &'static [(Fault, &'static str)] = &[$((Fault::$name, $doc)),*];
         }
     };
@@ -58,9 +59,9 @@ faults! {
     CombinedOrder: "A combined label has its sources the other way round.",
     FactsLie: "The facts have one page more than there is.",
     MemoryKept: "The memory is not given back to the engine.",
-    PageOutside: "The first token of a step is written to a page that the pool does not have.",
     PanicsInCommit: "commit panics when two requests commit together.",
     ;
+    PageOutside: "The first token of a step is written to a page that the pool does not have.",
     Aborts: "commit ends the process.",
     Hangs: "commit never comes back.",
     Overflows: "commit recurses until the stack is gone.",
