@@ -167,7 +167,7 @@ impl Engine {
             node_id,
             prefill: WalkId(prefill),
             decode: WalkId(decode),
-            root,
+            root: [0; 32],
             stats: Stats::default(),
             events: Vec::new(),
             turns: Vec::new(),
@@ -205,6 +205,7 @@ impl Engine {
         let resources = self.runner.resources().clone();
         let own = resources.of_node(self.node.name());
         let root = prefix_root(&self.model.identity, &resources, &own);
+        self.root = root;
         let (write, decode) = (self.prefill, self.decode);
         let walks = PrefixWalk { label: LabelId::MAIN, write, decode };
         let new = || resources.entries().iter().filter(|e| is_new(&e.key));

@@ -7,7 +7,8 @@ use std::time::Duration;
 use resource_api::host::HostServices;
 use resource_api::{
     BuiltResource, Capability, DType, Device, EngineLimits, EngineResourceInfo, HostServicesHandle,
-    Interface, KvFacts, NodeResourceSpec, Offered, Resource, ResourceHandle, TransferEngineInfo, Typed,
+    Interface, KvFacts, NodeResourceSpec, Offered, Resource, ResourceHandle, TransferEngineInfo,
+    Typed,
 };
 
 use crate::account::{Account, Charged, give_back};
