@@ -8,14 +8,13 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 use resource_api::host::{Job, ParallelBody};
-use resource_api::{Device, HostServices, LabelId, NodeId, WalkId};
+use resource_api::{Device, HostServices, LabelId, NodeId, ResourceError, WalkId};
 
 /// What one resource has taken. Any thread.
 #[derive(Debug)]
 pub struct Account {
     key: String,
-    /// Bytes it holds, by device.
-    held: Mutex<Vec<(Device, u64)>>,
+    held: Mutex<Held>,
     most: AtomicU64,
     job_panics: AtomicU64,
     bad_values: AtomicU64,
@@ -27,6 +26,15 @@ pub struct Account {
     /// Names of the threads it has started that run.
     threads: Mutex<Vec<String>>,
     thread_ended: Condvar,
+}
+
+/// What the resource that is alive now holds.
+#[derive(Debug, Default)]
+struct Held {
+    /// How many were built under this key before, or have been dropped.
+    life: u32,
+    /// Bytes.
+    by_device: Vec<(Device, u64)>,
 }
 
 impl Account {
@@ -48,7 +56,7 @@ impl Account {
 
     /// Bytes that it holds on all devices together.
     pub fn bytes(&self) -> u64 {
-        lock(&self.held).iter().map(|(_, bytes)| bytes).sum()
+        lock(&self.held).by_device.iter().map(|(_, bytes)| bytes).sum()
     }
 
     /// The most that it has held.
@@ -115,23 +123,33 @@ impl Account {
         }
     }
 
-    fn add(&self, device: Device, bytes: u64) {
+    /// Adds bytes that the resource took in the life `life`; `false` when that is over.
+    fn add(&self, life: u32, device: Device, bytes: u64) -> bool {
         let mut held = lock(&self.held);
+        if held.life != life {
+            return false;
+        }
+        let held = &mut held.by_device;
         match held.iter_mut().find(|(on, _)| *on == device) {
             Some((_, has)) => *has += bytes,
             None => held.push((device, bytes)),
         }
         let sum = held.iter().map(|(_, bytes)| bytes).sum();
         self.most.fetch_max(sum, Ordering::Relaxed);
+        true
     }
 
-    /// Takes `bytes` off; answers how many of them it had.
-    fn take(&self, device: Device, bytes: u64) -> u64 {
+    /// Takes `bytes` off; answers how many of them it had, `None` when the life `life` is over.
+    fn take(&self, life: u32, device: Device, bytes: u64) -> Option<u64> {
         let mut held = lock(&self.held);
-        let Some((_, has)) = held.iter_mut().find(|(on, _)| *on == device) else { return 0 };
+        if held.life != life {
+            return None;
+        }
+        let found = held.by_device.iter_mut().find(|(on, _)| *on == device);
+        let Some((_, has)) = found else { return Some(0) };
         let taken = bytes.min(*has);
         *has -= taken;
-        taken
+        Some(taken)
     }
 
     fn job_ended(&self, name: &str, result: resource_api::Result<()>) {
@@ -151,12 +169,15 @@ impl Account {
 pub struct Charged {
     host: Arc<dyn HostServices>,
     account: Arc<Account>,
+    /// The account's, when these were made: what outlives its resource touches nothing of the next one's.
+    life: u32,
 }
 
 impl Charged {
     /// Services of `host` that charge `account`.
     pub fn new(host: Arc<dyn HostServices>, account: Arc<Account>) -> Self {
-        Self { host, account }
+        let life = lock(&account.held).life;
+        Self { host, account, life }
     }
 }
 
@@ -207,13 +228,16 @@ impl HostServices for Charged {
 
     fn reserve_memory(&self, device: Device, bytes: u64) -> resource_api::Result<()> {
         self.host.reserve_memory(device, bytes)?;
-        self.account.add(device, bytes);
+        if !self.account.add(self.life, device, bytes) {
+            self.host.release_memory(device, bytes);
+            return Err(ResourceError::wrong_state("the resource has ended"));
+        }
         Ok(())
     }
 
     fn release_memory(&self, device: Device, bytes: u64) {
         // More than it has would be taken from the others.
-        let taken = self.account.take(device, bytes);
+        let Some(taken) = self.account.take(self.life, device, bytes) else { return };
         if taken < bytes {
             self.account.charge(&format!(
                 "release_memory: gives back {bytes} bytes on {device}, of which it holds {taken}"
@@ -260,9 +284,12 @@ impl Drop for Ended {
     }
 }
 
-/// Gives back what a dropped resource still held: one that panicked in its own end for example.
+/// Ends a life of a resource: gives back what it still holds, because it panicked in its own end, or
+/// because somebody has not let go of it.
 pub fn give_back(host: &dyn HostServices, account: &Account) {
-    for (device, bytes) in std::mem::take(&mut *lock(&account.held)) {
+    let mut held = lock(&account.held);
+    held.life += 1;
+    for (device, bytes) in std::mem::take(&mut held.by_device) {
         host.release_memory(device, bytes);
     }
 }
@@ -293,6 +320,12 @@ mod tests {
         assert_eq!((accounts[0].bytes(), accounts[0].most_bytes()), (50, 60));
         give_back(&*host, &accounts[0]);
         assert_eq!((host.free_memory(Device::CPU), accounts[0].bytes()), (100, 0));
+        // Who outlived that can touch nothing of the next one's.
+        let next = Charged::new(host.clone(), accounts[0].clone());
+        next.reserve_memory(Device::CPU, 70).unwrap();
+        a.release_memory(Device::CPU, 50);
+        assert!(a.reserve_memory(Device::CPU, 5).is_err());
+        assert_eq!((host.free_memory(Device::CPU), accounts[0].bytes()), (30, 70));
     }
 
     #[test]

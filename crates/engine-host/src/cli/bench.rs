@@ -96,7 +96,7 @@ pub struct LoadArgs {
     copies: Option<u16>,
     /// Threads that load the copies
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u8).range(1..))]
-    threads: u8,
+    loaders: u8,
 }
 
 #[derive(Args)]
@@ -153,8 +153,8 @@ pub fn run(command: &BenchCommand, linked: Option<Linked>) -> Result<ExitCode> {
             })?;
             report.write(|docs| prefix::report(docs, &results))?;
         }
-        BenchCommand::Load(LoadArgs { common, copies: Some(count), threads, .. }) => {
-            let (count, threads) = (usize::from(*count), usize::from(*threads));
+        BenchCommand::Load(LoadArgs { common, copies: Some(count), loaders, .. }) => {
+            let (count, threads) = (usize::from(*count), usize::from(*loaders));
             common.print(&copies::run(&common.config.load()?, count, threads)?);
         }
         BenchCommand::Load(LoadArgs { common, once: true, .. }) => {

@@ -44,7 +44,6 @@ fn a_refusal_stops_the_sweep_and_is_rolled_back_in_reverse() {
         FailureReason::RUNTIME_ERROR,
         FailureReason::ADMISSION_DEFERRED,
         FailureReason::GRANT_DEFERRED,
-        FailureReason(77),
     ];
     for reason in reasons {
         let mut bench = Bench::chain();
