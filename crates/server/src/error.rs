@@ -6,6 +6,7 @@ use axum::response::{IntoResponse, Response};
 use serde_json::{Value, json};
 
 use crate::engine::Failure;
+use crate::generation::SAMPLING;
 
 /// An error of an HTTP request.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -76,21 +77,8 @@ impl ApiError {
     }
 }
 
-/// Names of fields that a resource's message may begin with.
-const NAMED: [&str; 12] = [
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "logit_bias",
-    "seed",
-    "max_tokens",
-    "min_tokens",
-    "logprobs",
-];
+/// Further fields that a resource's message may begin with.
+const NAMED: [&str; 3] = ["max_tokens", "min_tokens", "logprobs"];
 
 impl From<Failure> for ApiError {
     fn from(failure: Failure) -> Self {
@@ -98,7 +86,7 @@ impl From<Failure> for ApiError {
         if error.status == 400 {
             // Of several the one that the message begins with.
             let place = |name| error.message.find(&format!("{name} = ")).map(|at| (at, name));
-            let first = NAMED.into_iter().filter_map(place).min();
+            let first = SAMPLING.into_iter().chain(NAMED).filter_map(place).min();
             error.param = first.map(|(_, name)| name.to_owned());
             if error.message.contains("max_model_len") {
                 error.code = Some("context_length_exceeded");

@@ -13,6 +13,19 @@ use crate::fields::{Fields, shown};
 const MAX_STOPS: usize = 16;
 const MAX_STOP_BYTES: usize = 1024;
 
+/// Fields of a request that are the sampler's, under its own names.
+pub const SAMPLING: [&str; 9] = [
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "logit_bias",
+    "seed",
+];
+
 /// What a request says beside its prompt.
 #[derive(Debug)]
 pub struct Generation {

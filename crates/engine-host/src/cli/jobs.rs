@@ -6,6 +6,7 @@ use std::time::Duration;
 use model::{ChatInput, ModelPackage};
 use serde::Deserialize;
 use serde_json::{Map, Value};
+use server::generation::SAMPLING;
 
 use crate::engine::Handover;
 use crate::error::{Error, Result};
@@ -13,19 +14,7 @@ use crate::labels::RequestLabels;
 use crate::request::GenerateRequest;
 use crate::suggest;
 
-/// Fields that go to the sampler.
-const SAMPLING: [&str; 9] = [
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "logit_bias",
-    "seed",
-];
-/// All others.
+/// Fields that are not the sampler's.
 const OWN: [&str; 18] = [
     "id",
     "prompt",
