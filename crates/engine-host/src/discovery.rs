@@ -18,6 +18,9 @@ pub mod policy;
 use lock::Lock;
 use policy::Policy;
 
+/// Most manifests of a directory.
+const MOST_MANIFESTS: usize = 1024;
+
 /// What the scan depends on beside the directories.
 #[derive(Debug, Clone, Copy)]
 pub struct Options {
@@ -53,6 +56,8 @@ pub struct Discovered {
     pub state: State,
     /// Every problem of the manifest, each with its place; the state's reason is their short form.
     pub problems: Problems,
+    /// Digest of the manifest as it was read; `None` where it could not be.
+    pub manifest_sha256: Option<Sha256Digest>,
     policy: Policy,
     probe: Probe,
     locked: Option<Sha256Digest>,
@@ -63,7 +68,7 @@ impl Discovered {
     pub fn name(&self) -> String {
         match &self.manifest {
             Some(manifest) => manifest.name.clone(),
-            None => self.path.file_stem().unwrap_or_default().to_string_lossy().into_owned(),
+            None => document::shown(Path::new(self.path.file_stem().unwrap_or_default())),
         }
     }
 
@@ -198,6 +203,9 @@ fn scan(dir: &Path, strict: bool) -> Result<(Policy, Vec<PathBuf>), String> {
         if is_toml && !name.as_encoded_bytes().starts_with(b".") {
             names.push(name);
         }
+        if names.len() > MOST_MANIFESTS {
+            return Err(format!("has more than {MOST_MANIFESTS} manifests"));
+        }
     }
     names.sort();
     Ok((policy, names.into_iter().map(|name| dir.join(name)).collect()))
@@ -209,6 +217,7 @@ fn inspect(path: PathBuf, policy: &Policy, options: &Options, lock: Option<&Lock
         manifest: None,
         state: State::Usable,
         problems: Problems::default(),
+        manifest_sha256: None,
         policy: policy.clone(),
         probe: options.probe,
         locked: None,
@@ -233,7 +242,9 @@ fn inspect(path: PathBuf, policy: &Policy, options: &Options, lock: Option<&Lock
             return found;
         }
     };
-    match lock.map(|lock| lock.library_of(&found.path, text.as_bytes())).transpose() {
+    let digest = lock::digest_of(text.as_bytes());
+    found.manifest_sha256 = Some(digest);
+    match lock.map(|lock| lock.library_of(&found.path, digest)).transpose() {
         Ok(locked) => found.locked = locked,
         Err(reason) => {
             found.refuse(reason);
@@ -304,14 +315,19 @@ fn refuse_duplicates(plugins: &mut [Discovered]) {
     }
     for ((what, value), claimants) in claims {
         for &i in &claimants {
-            let others: Vec<String> = claimants
+            let mut others: Vec<String> = claimants
                 .iter()
                 .filter(|&&other| other != i)
-                .map(|&other| plugins[other].path.display().to_string())
+                .take(NAMED_CLAIMANTS)
+                .map(|&other| document::shown(&plugins[other].path))
                 .collect();
+            match claimants.len() - 1 - others.len() {
+                0 => {}
+                more => others.push(format!("{more} more")),
+            }
             if !others.is_empty() {
                 let reason = format!(
-                    "{what} {value:?} is claimed by {} too: set enabled = false in one of them",
+                    "{what} {value:?} is claimed by {} too: set enabled = false in all but one",
                     others.join(", ")
                 );
                 plugins[i].refuse(reason);
@@ -319,6 +335,9 @@ fn refuse_duplicates(plugins: &mut [Discovered]) {
         }
     }
 }
+
+/// Others with the same claim that a message names.
+const NAMED_CLAIMANTS: usize = 3;
 
 impl Discovery {
     /// Plugins that may be loaded.
@@ -352,7 +371,7 @@ impl Discovery {
         if let Some(plugin) = self.plugins.iter().find(claims) {
             let why = match &plugin.state {
                 State::Refused(reason) => format!("refused: {reason}"),
-                _ => format!("disabled (enabled = false in {})", plugin.path.display()),
+                _ => format!("disabled (enabled = false in {})", document::shown(&plugin.path)),
             };
             return Err(format!(
                 "kind {kind:?} is offered by plugin {:?}, which is {why}",

@@ -2,6 +2,7 @@
 //!
 //! Problems are collected while reading goes on, so that a person sees all of them at once.
 
+use std::borrow::Cow;
 use std::cell::RefCell;
 use std::fmt;
 use std::fs::{File, OpenOptions};
@@ -40,6 +41,7 @@ impl Problem {
 impl fmt::Display for Problem {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let message = shortened(&self.message);
+        let message = plain(&message);
         match self.place {
             Some((line, column)) => write!(f, "{}:{line}:{column}: {message}", self.file),
             None => write!(f, "{}: {message}", self.file),
@@ -51,7 +53,7 @@ impl fmt::Display for Problem {
 /// stands at the end.
 const SHOWN_CHARACTERS: usize = 600;
 
-fn shortened(message: &str) -> std::borrow::Cow<'_, str> {
+fn shortened(message: &str) -> Cow<'_, str> {
     let count = message.chars().count();
     if count <= SHOWN_CHARACTERS {
         return message.into();
@@ -224,7 +226,21 @@ pub(crate) fn read_text_from(file: &File, path: &Path, max_bytes: u64) -> Result
 
 /// A path as messages show it.
 pub(crate) fn shown(path: &Path) -> String {
-    path.display().to_string()
+    plain(&path.display().to_string()).into_owned()
+}
+
+/// Text that somebody else wrote, as part of one line: what would start another one, move the cursor, or
+/// turn the direction of writing is escaped.
+pub(crate) fn plain(text: &str) -> Cow<'_, str> {
+    let acts = |c: char| {
+        c.is_control()
+            || matches!(c, '\u{2028}' | '\u{2029}' | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}')
+    };
+    if !text.contains(acts) {
+        return text.into();
+    }
+    let escaped = |c: char| if acts(c) { c.escape_default().to_string() } else { c.to_string() };
+    text.chars().map(escaped).collect::<String>().into()
 }
 
 #[cfg(test)]
@@ -249,6 +265,15 @@ mod tests {
         assert!(shown.starts_with("x.toml:2:1: duplicate key \"a\"\n"), "{shown}");
         assert!(shown.contains("\nx.toml:4:"), "{shown}");
         assert!(shown.contains("\nx.toml:5:"), "{shown}");
+    }
+
+    #[test]
+    fn what_others_wrote_stays_in_its_line() {
+        let problem = Problem::of_file("f", "unknown key \u{1b}[2J\r\nerror: \u{202e}x");
+        let line = problem.to_string();
+        assert_eq!(line, "f: unknown key \\u{1b}[2J\\r\\nerror: \\u{202e}x");
+        assert_eq!(shown(Path::new("a\nb/ä.toml")), "a\\nb/ä.toml");
+        assert!(matches!(plain("nothing in ä 漢"), Cow::Borrowed(_)));
     }
 
     #[test]

@@ -14,10 +14,11 @@ use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
 use rustix::fs::{MemfdFlags, SealFlags};
+use rustix::io::Errno;
 use sha2::{Digest, Sha256};
 
 use crate::discovery::policy::Policy;
-use crate::document::open_regular;
+use crate::document::{self, open_regular};
 
 mod dynamic;
 mod header;
@@ -62,7 +63,7 @@ impl fmt::Debug for Sha256Digest {
 
 /// Why a library was refused before loading: one line.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("{path}: {reason}", path = path.display())]
+#[error("{path}: {reason}", path = document::shown(path))]
 pub struct LibraryError {
     /// The library's file.
     pub path: PathBuf,
@@ -144,11 +145,18 @@ pub fn check_file(
 /// Memory that can be loaded from and sealed; `None` where the system has none or forbids it.
 fn sealed_memory(name: &str) -> Option<File> {
     let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
-    // Older systems do not know the flag for memory with code in it, newer ones may insist on it.
-    let made = rustix::fs::memfd_create(name, flags | MemfdFlags::EXEC)
-        .or_else(|_| rustix::fs::memfd_create(name, flags));
+    // For people who look at the process's maps; longer names are refused.
+    let name: String = name.chars().take(MEMORY_NAME_CHARACTERS).collect();
+    let made = match rustix::fs::memfd_create(&name, flags | MemfdFlags::EXEC) {
+        // A system that does not know the flag. One that knows it and says no would give memory without
+        // it, too, but none that code can be run from.
+        Err(Errno::INVAL) => rustix::fs::memfd_create(&name, flags),
+        made => made,
+    };
     made.ok().map(File::from)
 }
+
+const MEMORY_NAME_CHARACTERS: usize = 50;
 
 /// Digest of the whole file, whose pieces also go to `copy`.
 fn digest(file: &File, mut copy: impl FnMut(&[u8]) -> io::Result<()>) -> io::Result<Sha256Digest> {

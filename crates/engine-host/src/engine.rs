@@ -267,6 +267,8 @@ impl Engine {
         self.held.clear();
         self.take_cancelled();
         self.enforce_deadlines();
+        // What broke between steps is no fault of those in the next one.
+        self.mind_faults();
         while let Some(step) = self.next_step() {
             match self.start(step) {
                 Ok(Started::Live(live)) => {

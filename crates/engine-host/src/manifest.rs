@@ -172,8 +172,8 @@ fn read_plugin(mut plugin: TableReader<'_, '_>) -> Manifest {
             .collect(),
         enabled: plugin.boolean("enabled").unwrap_or(true),
     };
-    let has_kinds = plugin.keys().find(|(key, _)| *key == "kinds");
-    if let Some((_, span)) = has_kinds.filter(|_| manifest.kinds.is_empty()) {
+    let kinds = plugin.keys().find(|(key, _)| *key == "kinds");
+    if let Some((_, span)) = kinds.filter(|_| plugin.is_empty_array("kinds")) {
         plugin.doc().report(&span, "\"kinds\" in [plugin] must name at least one kind");
     }
     unique_capabilities(&plugin, &manifest);

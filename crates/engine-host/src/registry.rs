@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::fs::File;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::{Mutex, Once};
 use std::time::{Duration, Instant};
 
@@ -14,7 +14,8 @@ use resource_api::{
 };
 
 use crate::discovery::{Discovered, Discovery, State};
-use crate::elf::CheckedFile;
+use crate::document;
+use crate::elf::{CheckedFile, PluginNote};
 use crate::error::{Error, ErrorKind, Result};
 use crate::probe;
 use crate::suggest;
@@ -269,34 +270,62 @@ impl From<String> for Refused {
     }
 }
 
-/// Checks, loads and compares with the manifest.
-fn open(found: &Discovered) -> Result<PluginLibrary, Refused> {
+/// What is wrong with a library, as one line.
+fn within(library: &Path, what: &str) -> String {
+    format!("{}: {}", document::shown(library), document::plain(what))
+}
+
+/// Every check there is before the library is loaded into this process: of the file, of its note, and
+/// of what loading it does to a child process.
+///
+/// # Errors
+/// One line.
+pub fn check(found: &Discovered) -> Result<CheckedFile, String> {
     let checked = found.check_library().map_err(|e| e.to_string())?;
-    let path = checked.path.clone();
-    let within = |e: String| format!("{}: {e}", path.display());
+    let within = |e: String| within(&checked.path, &e);
     let Some(note) = &checked.note else {
         let reason =
             "is not a resource plugin: it carries no RESAPI note, which export_plugin! writes";
-        return Err(within(reason.into()).into());
+        return Err(within(reason.into()));
     };
-    note.check().map_err(within)?;
-    // Before anything of it runs, by what it says; and afterwards by what it is.
-    agrees(found, note.kinds.clone(), note.provides.clone())?;
+    check_note(found, note).map_err(within)?;
     if found.needs_probe() {
         probe::probe(&checked).map_err(within)?;
     }
-    tracing::info!(
-        plugin = found.name(),
-        rustc = note.rustc,
-        profile = note.profile,
-        "loading {}",
-        path.display()
-    );
-    let library = load_once(checked)
-        .map_err(|e| Refused { reason: within(e.to_string()), details: e.details().to_owned() })?;
+    Ok(checked)
+}
+
+/// What can be told of a library before anything of it runs, by what it says about itself.
+///
+/// # Errors
+/// One line.
+pub fn check_note(found: &Discovered, note: &PluginNote) -> Result<(), String> {
+    note.check()?;
+    agrees(found, note.kinds.clone(), note.provides.clone())
+}
+
+/// Checks, loads and compares with the manifest.
+fn open(found: &Discovered) -> Result<PluginLibrary, Refused> {
+    let checked = check(found)?;
+    let path = checked.path.clone();
+    if let Some(note) = &checked.note {
+        tracing::info!(
+            plugin = found.name(),
+            rustc = note.rustc,
+            profile = note.profile,
+            "loading {}",
+            document::shown(&path)
+        );
+    }
+    // The linker knows it by this name, which nobody else does.
+    let opened_as = checked.load_path();
+    let library = load_once(checked).map_err(|e| Refused {
+        reason: within(&path, &e.to_string().replace(&format!("{}: ", opened_as.display()), "")),
+        details: e.details().to_owned(),
+    })?;
     let kinds = library.kinds.iter().map(Kind::kind).collect();
     let provides = library.kinds.iter().flat_map(Kind::provides).collect();
-    agrees(found, kinds, provides)?;
+    agrees(found, kinds, provides).map_err(|e| within(&path, &e))?;
     Ok(library)
 }
 
@@ -322,8 +351,8 @@ fn agrees(
             |names: &[String]| suggest::listed(names.iter().map(String::as_str).take(MOST_SHOWN));
         let (said, has) = (show(said), show(has));
         Err(format!(
-            "{}: manifest says {what} {said}, library has {has}: make the manifest agree",
-            found.path.display()
+            "manifest says {what} {said}, library has {has}: make {} agree",
+            document::shown(&found.path)
         ))
     };
     if kinds != said_kinds {
@@ -342,7 +371,7 @@ fn load_once(checked: CheckedFile) -> resource_api::Result<PluginLibrary> {
     }
     let (path, digest) = (checked.load_path(), checked.sha256.0);
     // Before the outcome is known: a library that is refused once it is mapped stays mapped.
-    let what = format!("plugin {}, initialisers and constructor,", checked.path.display());
+    let what = format!("plugin {}, initialisers and constructor,", document::shown(&checked.path));
     images.files.push(checked.file);
     let library = told_if_slow(&what, || load_trusted(&path))?;
     images.kinds.insert(digest, library.kinds.clone());

@@ -146,6 +146,63 @@ fn symbolic_links_must_stay_inside() {
 }
 
 #[test]
+fn a_link_into_a_directory_that_others_can_write_is_refused() {
+    let dir = directory();
+    let (deeper, open) = (dir.path().join("data/deeper"), dir.path().join("data"));
+    fs::create_dir_all(&deeper).unwrap();
+    set_mode(&deeper, 0o755);
+    let real = plugin(&deeper, "kv", "kv", "kv", "");
+    write(&dir.path().join("libkv.so"), "");
+    symlink(&real, dir.path().join("kv.toml")).unwrap();
+    set_mode(&open, 0o755);
+    assert_eq!(scan(&[dir.path()]).plugins[0].state, State::Usable);
+    for writable in [&open, &deeper] {
+        set_mode(writable, 0o777);
+        let found = scan(&[dir.path()]);
+        let place = writable.canonicalize().unwrap();
+        let says = format!(
+            "lies in {}, which can be written by every user (mode 0777): chmod o-w",
+            place.display()
+        );
+        assert_eq!(only_refusal(&found), says);
+        set_mode(writable, 0o755);
+    }
+}
+
+#[test]
+fn many_manifests_take_no_long_time_and_give_no_long_messages() {
+    let (claims, circle, chain) = (directory(), directory(), directory());
+    for i in 0..1024 {
+        let name = format!("p{i:04}");
+        plugin(claims.path(), &name, "same", "same", "");
+        let more = format!("provides = ['c{i}/1']\nrequires = ['c{}']", (i + 1) % 1024);
+        plugin(circle.path(), &name, &name, &name, &more);
+        let more = format!("provides = ['c{i}/1']\nrequires = ['c{}']", i + 1);
+        plugin(chain.path(), &name, &name, &name, &more);
+    }
+    let started = std::time::Instant::now();
+    for (dir, says) in [
+        (&claims, "p0003.toml, 1020 more too: set enabled = false"),
+        (&circle, ", which requires c16 of p0016, and so on"),
+        (&chain, "requires c1, which no usable plugin provides: p0001 would, but is refused"),
+    ] {
+        let found = scan(&[dir.path()]);
+        let all = found.plugins.iter().map(|plugin| match &plugin.state {
+            State::Refused(reason) => reason.clone(),
+            state => panic!("{state:?}"),
+        });
+        let all: Vec<String> = all.collect();
+        let first = &all[0];
+        assert!(first.contains(says), "{first}");
+        assert!(all.iter().all(|reason| reason.len() < 1500), "{first}");
+    }
+    assert!(started.elapsed().as_secs() < 60, "{:?}", started.elapsed());
+    plugin(chain.path(), "z", "z", "z", "");
+    let reason = scan_error(&[chain.path()], &OPTIONS);
+    assert!(reason.ends_with("plugin directory has more than 1024 manifests"), "{reason}");
+}
+
+#[test]
 fn strict_rules() {
     // Somewhere whose parents pass: the build directory, unless a parent of it does not.
     let base = Path::new(env!("CARGO_TARGET_TMPDIR")).canonicalize().unwrap();
@@ -251,7 +308,7 @@ fn two_claims_to_one_name_or_kind() {
         assert_eq!(
             plugin.state,
             State::Refused(format!(
-                "{this}: {claim} is claimed by {other} too: set enabled = false in one of them"
+                "{this}: {claim} is claimed by {other} too: set enabled = false in all but one"
             ))
         );
     }

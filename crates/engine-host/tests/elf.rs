@@ -94,7 +94,9 @@ fn patched(bytes: &[u8], at: usize, with: &[u8]) -> Vec<u8> {
     copy
 }
 
+const PT_LOAD: u32 = 1;
 const PT_DYNAMIC: u32 = 2;
+const PT_TLS: u32 = 7;
 const PT_GNU_STACK: u32 = 0x6474_e551;
 const PT_NOTE: u32 = 4;
 
@@ -209,6 +211,30 @@ fn executable_stacks_and_text_relocations() {
         let entry = [tag.to_le_bytes(), value.to_le_bytes()].concat();
         let reason = bench.refusal(&patched(&library, hash, &entry)).unwrap();
         assert!(reason.starts_with(expected), "{reason}");
+    }
+}
+
+#[test]
+fn segments_that_do_not_fit_together() {
+    let (bench, library) = (Bench::new(), sound_library());
+    let loads: Vec<usize> =
+        program_headers(&library).into_iter().filter(|h| h.1 == PT_LOAD).map(|h| h.0).collect();
+    let (first, second) = (loads[0], loads[1]);
+    let long = |n: u64| n.to_le_bytes().to_vec();
+    let address = u64_at(&library, second + 16) as u64;
+    let tls = [(second, PT_TLS.to_le_bytes().to_vec()), (second + 40, long(1 << 30))];
+    for (patches, says) in [
+        (&[(second + 4, vec![7])][..], "has memory that is both writable and executable"),
+        (&[(second + 16, long(address % 4096))], "begins before the end of the one before it"),
+        (&[(second + 16, long(address + 8))], "begins elsewhere in a page than in the file"),
+        (&[(second + 40, long(u64::MAX))], "ends beyond the address space"),
+        (&[(second + 40, long(1 << 40))], "bytes of memory, which no plugin needs"),
+        (&[(first + 48, long(4097))], "is aligned to 4097 bytes"),
+        (&tls, "takes 1073741824 bytes of memory in every thread"),
+    ] {
+        let damaged = patches.iter().fold(library.clone(), |l, (at, with)| patched(&l, *at, with));
+        let reason = bench.refusal(&damaged).unwrap_or_else(|| panic!("taken: {says}"));
+        assert!(reason.contains(says), "{reason}, and should say {says}");
     }
 }
 

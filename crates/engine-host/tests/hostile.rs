@@ -35,6 +35,10 @@ impl Directory {
             #include <stdio.h>
             #include <stdlib.h>
             #include <unistd.h>
+            #include <sys/resource.h>
+            #include <sys/stat.h>
+            #include <fenv.h>
+            #include <signal.h>
             #define TEXT "{text}"
             __attribute__((section(".note.resapi"), used, aligned(4)))
             static const struct {{ unsigned n, c, t; char name[8]; char text[sizeof TEXT]; }} note =
@@ -220,7 +224,9 @@ fn with_a_lock_only_what_is_in_it_is_loaded() {
     std::fs::write(dir.path().join("plugins.lock"), "version = 1\nplugins = 3\n").unwrap();
     let output = dir.run(&["plugin", "list"]);
     let line = String::from_utf8(output.stderr).unwrap();
-    assert!(!output.status.success() && line.contains("plugins.lock: unknown field"), "{line}");
+    let says = "plugins.lock: line 2: unknown field";
+    assert!(!output.status.success() && line.contains(says), "{line}");
+    assert!(line.contains("`engine-host plugin trust` writes it anew"), "{line}");
 }
 
 /// Puts a word of the same length in place of another in a library.
@@ -251,12 +257,15 @@ fn an_initialiser_that_prints_does_not_spoil_the_output() {
 
 #[test]
 fn initialisers_that_exhaust_or_signal_the_process_harm_only_a_child() {
-    let more = "#include <signal.h>
-        __attribute__((noinline)) int deeper(int n) { volatile char page[4096]; page[0] = n;
+    let more =
+        "__attribute__((noinline)) int deeper(int n) { volatile char page[4096]; page[0] = n;
             return deeper(n + 1) + page[0]; }";
     for body in [
-        "extern int raise(int); raise(15);",
-        "extern int kill(int, int); kill(getpid(), 9);",
+        "raise(15);",
+        "kill(getpid(), 9);",
+        // Everybody in the process group, and a process that leaves it.
+        "kill(0, 9);",
+        "setsid(); kill(0, 9);",
         "__builtin_trap();",
         "exit(0);",
         "extern int deeper(int); deeper(0);",
@@ -268,6 +277,106 @@ fn initialisers_that_exhaust_or_signal_the_process_harm_only_a_child() {
         assert!(why.contains("when it is loaded: a child "), "{body}: {why}");
         assert_eq!(dir.listed("resource-kv").0, "loaded", "the others work");
     }
+}
+
+#[test]
+fn what_an_initialiser_starts_is_not_waited_for_and_ends_with_the_child() {
+    let dir = Directory::new();
+    let pid = dir.path().join("pid");
+    let note = format!(
+        "FILE *f = fopen({:?}, \"w\"); fprintf(f, \"%d\", getpid()); fclose(f);",
+        pid.to_str().unwrap()
+    );
+    // It keeps the child's end of the pipe open.
+    for body in [
+        format!("if (fork() == 0) {{ {note} for (;;) sleep(1); }} sleep(1); _exit(0);"),
+        "if (fork() == 0) { setsid(); sleep(30); _exit(0); } _exit(0);".to_owned(),
+    ] {
+        dir.plugin_with("hostile", GOOD_NOTE, &body, "", &[]);
+        let started = std::time::Instant::now();
+        let (state, why) = dir.listed("hostile");
+        assert_eq!(state, "refused");
+        assert!(why.contains("ends the process when it is loaded"), "{why}");
+        assert!(started.elapsed().as_secs() < 9, "{:?}", started.elapsed());
+    }
+    let pid = std::fs::read_to_string(pid).unwrap();
+    let state = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+    assert!(state.is_empty() || state.contains(") Z "), "it goes on: {state}");
+}
+
+#[test]
+fn initialisers_that_change_the_process_are_refused_with_what_they_change() {
+    for (body, what) in [
+        ("signal(SIGTERM, SIG_IGN);", "ignored signals"),
+        ("signal(SIGINT, exit);", "handled signals"),
+        ("sigset_t all; sigfillset(&all); sigprocmask(SIG_BLOCK, &all, 0);", "blocked signals"),
+        ("struct rlimit few = { 64, 64 }; setrlimit(RLIMIT_NOFILE, &few);", "its limits"),
+        ("if (chdir(\"/\")) abort();", "its working directory"),
+        ("umask(0);", "the mode of new files"),
+        ("close(2);", "standard streams"),
+        ("fclose(stdin);", "standard streams"),
+        ("fesetround(FE_UPWARD);", "rounding"),
+        #[cfg(target_arch = "x86_64")]
+        ("__builtin_ia32_ldmxcsr(__builtin_ia32_stmxcsr() | 0x8040);", "numbers near zero"),
+    ] {
+        let dir = Directory::new();
+        dir.plugin_with("hostile", GOOD_NOTE, body, "", &["-lm"]);
+        let (state, why) = dir.listed("hostile");
+        assert_eq!(state, "refused", "{body}");
+        let says = format!("changes the process when it is loaded: {what}");
+        assert!(why.ends_with(&says), "{body}: {why}");
+    }
+}
+
+#[test]
+fn what_harms_a_child_is_not_taken_into_the_lock() {
+    let dir = Directory::new().with_installed();
+    dir.plugin("hostile", GOOD_NOTE, "abort();");
+    let trusted = dir.run(&["plugin", "trust"]);
+    let said = String::from_utf8_lossy(&trusted.stderr).into_owned();
+    assert!(said.contains("left out ") && said.contains("crashes when it is loaded"), "{said}");
+    let lock = std::fs::read_to_string(dir.path().join("plugins.lock")).unwrap();
+    assert!(lock.contains("resource-kv.toml") && !lock.contains("hostile.toml"), "{lock}");
+    assert_eq!(dir.listed("hostile").0, "refused");
+}
+
+#[test]
+fn names_and_texts_of_others_stay_in_their_line() {
+    let dir = Directory::new();
+    std::fs::write(dir.path().join("a\nb\u{1b}[2J.toml"), "[plugin]\n\"x\\u001b[2J\\n\" = 1\n")
+        .unwrap();
+    std::fs::write(dir.path().join("c.toml"), "[plugin]\nname = \"\\u202e\\n\"\n").unwrap();
+    let bytes = std::os::unix::ffi::OsStrExt::from_bytes(&b"d\xff.toml"[..]);
+    std::fs::write(dir.path().join::<&std::ffi::OsStr>(bytes), "x").unwrap();
+    dir.plugin("hostile", &GOOD_NOTE.replace("kind hostile", "kind \\033[2J"), "");
+    for command in ["list", "doctor"] {
+        let output = dir.run(&["plugin", command, "--json"]);
+        let json: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+        assert_eq!(json.as_array().map(Vec::len), Some(4), "also one that is not UTF-8");
+        let output = dir.run(&["plugin", command]);
+        let said = String::from_utf8(output.stdout).unwrap();
+        assert!(!said.contains(['\u{1b}', '\u{202e}']), "{said:?}");
+        assert!(said.lines().all(|l| !l.starts_with('b')), "{said:?}");
+    }
+    let (_, why) = dir.listed("hostile");
+    assert!(why.contains("its RESAPI note is not plain text"), "{why}");
+}
+
+#[test]
+fn a_note_that_says_two_things_is_refused() {
+    let dir = Directory::new();
+    let twice = GOOD_NOTE.replace("panic unwind", "panic abort\npanic unwind");
+    dir.plugin("hostile", &twice, "_exit(1);");
+    let (_, why) = dir.listed("hostile");
+    assert!(why.ends_with("corrupt: its RESAPI note says \"panic\" twice"), "{why}");
+    // Another note beside it.
+    let more = "#define OTHER \"api 1.0\\npanic unwind\\nkind other\\n\"
+        __attribute__((section(\".note.resapi\"), used, aligned(4)))
+        static const struct { unsigned n, c, t; char name[8]; char text[sizeof OTHER]; } other =
+            { 7, sizeof OTHER, 1, \"RESAPI\", OTHER };";
+    dir.plugin_with("hostile", GOOD_NOTE, "_exit(1);", more, &[]);
+    let (_, why) = dir.listed("hostile");
+    assert!(why.ends_with("corrupt: it carries two RESAPI notes"), "{why}");
 }
 
 /// The name that a plugin's entry has.
@@ -326,6 +435,40 @@ fn a_library_of_its_own_beside_a_plugin_is_not_taken_along() {
         assert_eq!(state, "refused");
         assert!(why.contains("needs \"libvendor.so.1\""), "{why}");
         assert!(why.contains("link it statically"), "{why}");
+    }
+}
+
+#[test]
+fn a_library_that_may_be_needed_is_not_looked_for_where_the_plugin_says() {
+    let dir = Directory::new();
+    let source = dir.path().join("driver.c");
+    std::fs::write(&source, "int driver(void) { return 1; }").unwrap();
+    let driver = dir.path().join("libcuda.so.1");
+    let built = Command::new("cc")
+        .args(["-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", "-o"])
+        .args([&driver, &source])
+        .status();
+    assert!(built.unwrap().success());
+    let (more, library) = ("int driver(void); int use(void) { return driver(); }", driver.to_str());
+    let path = format!("-Wl,-rpath,{}", dir.path().display());
+    for tags in ["-Wl,--disable-new-dtags", "-Wl,--enable-new-dtags"] {
+        dir.plugin_with("hostile", GOOD_NOTE, "_exit(1);", more, &[library.unwrap(), &path, tags]);
+        let (_, why) = dir.listed("hostile");
+        assert!(why.contains("needs \"libcuda.so.1\" and says to look for it in "), "{why}");
+    }
+    // What is in the process already is not looked for.
+    dir.plugin_with("hostile", GOOD_NOTE, "puts(\"\");", "", &[&path]);
+    let (_, why) = dir.listed("hostile");
+    assert!(why.contains("it has no entry written by export_plugin!"), "{why}");
+}
+
+#[test]
+fn a_library_may_not_pass_for_one_that_others_need() {
+    let dir = Directory::new();
+    for name in ["libcuda.so.1", "libm.so.6"] {
+        dir.plugin_with("hostile", GOOD_NOTE, "_exit(1);", "", &[&format!("-Wl,-soname,{name}")]);
+        let (_, why) = dir.listed("hostile");
+        assert!(why.contains(&format!("calls itself {name:?}, and would stand in for")), "{why}");
     }
 }
 

@@ -150,7 +150,8 @@ pub trait Resource: Send + Sync {
     }
 
     /// Takes this step's sampled tokens, so that what was generated can be keyed. May come after
-    /// the commit that wrote them.
+    /// the commit that wrote them. Comes outside of steps, too, with what was generated before the
+    /// resource knew the request: in another engine, or before the resource was built anew.
     fn extend_prefix_chain(
         &self,
         _rid: RequestId,

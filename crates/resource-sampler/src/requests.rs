@@ -46,9 +46,14 @@ impl Request {
     /// Takes a sampled token on, unless the sample was thrown away.
     #[inline]
     pub fn take_output(&mut self, step: StepId, token: u32) {
-        if *self.discarded.get_mut() == step.0 {
-            return;
+        if *self.discarded.get_mut() != step.0 {
+            self.take_outside(token);
         }
+    }
+
+    /// Takes on a token that no step of this sampler gave.
+    #[inline]
+    pub fn take_outside(&mut self, token: u32) {
         *self.position.get_mut() += 1;
         if let Some(seen) = &self.seen {
             seen.extend(&[token]);

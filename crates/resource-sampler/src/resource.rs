@@ -182,6 +182,20 @@ impl Resource for Sampler {
         Ok(AdmitOutcome::OK)
     }
 
+    /// What was sampled elsewhere, or by another sampler before this one was built.
+    fn extend_prefix_chain(
+        &self,
+        rid: RequestId,
+        _node: NodeId,
+        _graph_walk: WalkId,
+        outputs: &[u32],
+    ) -> Result<()> {
+        if let Some(request) = self.requests_mut().get_mut(rid) {
+            outputs.iter().for_each(|&id| request.take_outside(id));
+        }
+        Ok(())
+    }
+
     fn remove_request(&self, rid: RequestId) -> Result<()> {
         self.requests_mut().remove(rid);
         Ok(())

@@ -7,10 +7,12 @@ use std::process::ExitCode;
 use serde_json::{Value, json};
 
 use super::ConfigArg;
-use crate::discovery::lock::{Lock, Locked, digest_of};
+use crate::discovery::lock::{Lock, Locked};
 use crate::discovery::{self, Discovered, Options, State};
+use crate::document;
 use crate::error::{Error, ErrorKind, Result};
-use crate::{probe, registry, setup};
+use crate::probe::{self, Probe};
+use crate::{registry, setup};
 
 /// What one stage said.
 struct Stage {
@@ -32,26 +34,36 @@ pub fn doctor(
     for line in registry::environment() {
         note!("warning: {line}");
     }
-    let mut refused = false;
+    let mut refused = 0;
     let mut all = Vec::new();
     for plugin in &found {
         let stages = examine(plugin);
-        refused |= stages.iter().any(|s| s.outcome.is_err());
+        refused += usize::from(stages.iter().any(|s| s.outcome.is_err()));
         match as_json {
             true => all.push(to_json(plugin, &stages)),
             false => print(plugin, &stages, verbose),
         }
     }
-    if as_json {
-        say!("{}", Value::Array(all));
+    match as_json {
+        true => say!("{}", Value::Array(all)),
+        false => say!("{}", summary(&found, refused)),
     }
-    Ok(ExitCode::from(u8::from(refused)))
+    Ok(ExitCode::from(u8::from(refused > 0)))
 }
 
-/// Takes every plugin that passes the checks of its file into its directory's lock.
+fn summary(found: &[Discovered], refused: usize) -> String {
+    let disabled = found.iter().filter(|p| p.state == State::Disabled).count();
+    let usable = found.len() - refused - disabled;
+    format!("{usable} of {} can be used; {refused} refused, {disabled} disabled", found.len())
+}
+
+/// Takes every plugin that passes all checks before loading into its directory's lock.
 pub fn trust(config: &ConfigArg) -> Result<ExitCode> {
     let config = config.load()?;
-    let options = Options { use_lock: false, ..setup::discovery_options(&config) };
+    let set = setup::discovery_options(&config);
+    // What is trusted is not probed later: that happens now, whatever the manifest pins.
+    let probe = if set.probe == Probe::Never { Probe::Never } else { Probe::Always };
+    let options = Options { use_lock: false, probe, ..set };
     let discovery = discovery::discover(&config.engine.plugin_dirs, &options)?;
     for dir in &config.engine.plugin_dirs {
         let real = std::fs::canonicalize(dir).unwrap_or_else(|_| dir.clone());
@@ -59,14 +71,14 @@ pub fn trust(config: &ConfigArg) -> Result<ExitCode> {
         for plugin in discovery.plugins.iter().filter(|p| p.directory() == real) {
             match lock_entry(plugin) {
                 Ok(entry) => {
-                    say!("trusted  {}  {}", entry.library_sha256, plugin.path.display());
+                    say!("trusted  {}  {}", entry.library_sha256, document::shown(&plugin.path));
                     locked.push(entry);
                 }
-                Err(why) => note!("left out {}: {why}", plugin.path.display()),
+                Err(why) => note!("left out {}: {why}", document::shown(&plugin.path)),
             }
         }
         Lock::new(locked).write(&real).map_err(|e| {
-            let message = format!("cannot write the lock of {}: {e}", dir.display());
+            let message = format!("cannot write the lock of {}: {e}", document::shown(dir));
             Error::new(ErrorKind::Internal, message)
         })?;
     }
@@ -77,12 +89,13 @@ fn lock_entry(plugin: &Discovered) -> std::result::Result<Locked, String> {
     if let State::Refused(why) = &plugin.state {
         return Err(why.clone());
     }
-    let checked = plugin.check_library().map_err(|e| e.reason)?;
-    let manifest = std::fs::read(&plugin.path).map_err(|e| format!("cannot be read: {e}"))?;
+    let checked = registry::check(plugin)?;
+    // Of what was read and checked, not of what may lie there by now.
+    let manifest = plugin.manifest_sha256.ok_or("its manifest could not be read")?;
     Ok(Locked {
         name: plugin.name(),
         manifest: plugin.path.file_name().unwrap_or_default().to_string_lossy().into_owned(),
-        manifest_sha256: digest_of(&manifest).to_string(),
+        manifest_sha256: manifest.to_string(),
         library_sha256: checked.sha256.to_string(),
     })
 }
@@ -110,10 +123,14 @@ fn select(config: &ConfigArg, paths: &[PathBuf]) -> Result<Vec<Discovered>> {
         let before = all.len();
         all.extend(setup::discover(&config)?.plugins.into_iter().filter(is_meant));
         if all.len() == before {
-            return Err(Error::usage(format!(
-                "{}: no manifest here names it; a plugin is a library with a manifest beside it",
-                path.display()
-            )));
+            let what = match (is_dir, path.exists()) {
+                (true, _) => "no manifest (*.toml) is in it",
+                (_, false) => "does not exist",
+                _ => {
+                    "no manifest beside it names it; a plugin is a library with a manifest beside it"
+                }
+            };
+            return Err(Error::usage(format!("{}: {what}", document::shown(path))));
         }
     }
     Ok(all)
@@ -158,7 +175,7 @@ fn examine(plugin: &Discovered) -> Vec<Stage> {
     stage("file", Ok(found.join("\n")));
     let note = match &checked.note {
         None => Err("carries no RESAPI note: is it built with export_plugin!?".to_owned()),
-        Some(note) => note.check().map(|()| {
+        Some(note) => registry::check_note(plugin, note).map(|()| {
             let cpu = match note.features.is_empty() {
                 true => "any CPU of its kind".to_owned(),
                 false => format!("a CPU with {}", note.features.join(", ")),
@@ -196,7 +213,7 @@ fn examine(plugin: &Discovered) -> Vec<Stage> {
 }
 
 fn print(plugin: &Discovered, stages: &[Stage], verbose: bool) {
-    say!("{}", plugin.path.display());
+    say!("{}", document::shown(&plugin.path));
     for Stage { name, outcome, details } in stages {
         let (mark, text) = match outcome {
             Ok(text) => ("ok", text),
@@ -220,5 +237,5 @@ fn to_json(plugin: &Discovered, stages: &[Stage]) -> Value {
         };
         json!({ "stage": s.name, key: text })
     });
-    json!({ "manifest": plugin.path, "stages": stages.collect::<Vec<_>>() })
+    json!({ "manifest": document::shown(&plugin.path), "stages": stages.collect::<Vec<_>>() })
 }

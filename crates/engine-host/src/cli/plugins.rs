@@ -5,6 +5,7 @@ use std::process::ExitCode;
 use serde_json::{Value, json};
 
 use super::{ConfigArg, ListArgs};
+use crate::document;
 use crate::engine::Engine;
 use crate::error::Result;
 use crate::registry::{self, Listed};
@@ -67,7 +68,7 @@ fn to_json(listed: &Listed, usage: Option<&[ResourceUsage]>) -> Value {
     let mut entry = json!({
         "name": listed.name,
         "version": listed.version,
-        "manifest": listed.manifest,
+        "manifest": document::shown(&listed.manifest),
         "state": listed.state,
         "kinds": listed.kinds,
         "provides": listed.provides,

@@ -3,7 +3,8 @@
 use std::collections::BTreeMap;
 
 use super::{Discovered, State};
-use crate::manifest::{Manifest, Requirement};
+use crate::document;
+use crate::manifest::{Capability, Manifest, Requirement};
 use crate::suggest;
 
 fn usable(plugin: &Discovered) -> Option<&Manifest> {
@@ -14,19 +15,48 @@ fn provides(manifest: &Manifest, wanted: &Requirement) -> bool {
     manifest.provides.iter().any(|offered| wanted.accepts(offered))
 }
 
+/// What usable plugins provide, by name, each with its plugin's index.
+struct Offers<'p>(BTreeMap<&'p str, Vec<(usize, &'p Capability)>>);
+
+impl<'p> Offers<'p> {
+    fn of(plugins: &'p [Discovered]) -> Self {
+        let mut offers: BTreeMap<_, Vec<_>> = BTreeMap::new();
+        for (i, manifest) in plugins.iter().enumerate().filter_map(|(i, p)| Some((i, usable(p)?))) {
+            for capability in &manifest.provides {
+                offers.entry(capability.name.as_str()).or_default().push((i, capability));
+            }
+        }
+        Self(offers)
+    }
+
+    /// The plugins that meet a need.
+    fn meeting(&self, wanted: &Requirement) -> impl Iterator<Item = usize> {
+        let of_name = self.0.get(wanted.name.as_str()).into_iter().flatten();
+        of_name.filter(|(_, offered)| wanted.accepts(offered)).map(|(i, _)| *i)
+    }
+}
+
 /// A plugin that requires what no usable plugin provides is refused, and so, in turn, is what
 /// requires something of it.
 pub(super) fn refuse_unmet(plugins: &mut [Discovered]) {
     loop {
-        let is_met = |wanted: &Requirement| {
-            wanted.optional || plugins.iter().filter_map(usable).any(|m| provides(m, wanted))
-        };
-        let unmet = plugins.iter().enumerate().find_map(|(i, plugin)| {
-            let wanted = usable(plugin)?.requires.iter().find(|r| !is_met(r))?;
-            Some((i, format!("requires {wanted}, which {}", why_unmet(plugins, wanted))))
-        });
-        let Some((i, reason)) = unmet else { return };
-        plugins[i].refuse(reason);
+        let offers = Offers::of(plugins);
+        let is_unmet = |r: &&Requirement| !r.optional && offers.meeting(r).next().is_none();
+        let unmet: Vec<(usize, String)> = plugins
+            .iter()
+            .enumerate()
+            .filter_map(|(i, plugin)| Some((i, usable(plugin)?)))
+            .flat_map(|(i, manifest)| {
+                manifest.requires.iter().filter(is_unmet).map(move |r| (i, r))
+            })
+            .map(|(i, r)| (i, format!("requires {r}, which {}", why_unmet(plugins, r))))
+            .collect();
+        if unmet.is_empty() {
+            return;
+        }
+        for (i, reason) in unmet {
+            plugins[i].refuse(reason);
+        }
     }
 }
 
@@ -44,7 +74,7 @@ fn why_unmet(plugins: &[Discovered], wanted: &Requirement) -> String {
     });
     if let Some(plugin) = unusable {
         let state = if plugin.state == State::Disabled { "disabled" } else { "refused" };
-        let path = plugin.path.display();
+        let path = document::shown(&plugin.path);
         return format!(
             "no usable plugin provides: {} would, but is {state} ({path})",
             plugin.name()
@@ -60,58 +90,59 @@ fn why_unmet(plugins: &[Discovered], wanted: &Requirement) -> String {
 /// circle meets, too.
 pub(super) fn refuse_cycles(plugins: &mut [Discovered]) {
     // Whoever can be built, again and again: what is left has no beginning.
-    let mut built: Vec<usize> = Vec::new();
+    let offers = Offers::of(plugins);
+    let mut built = vec![false; plugins.len()];
     loop {
         let can_be_built = |i: usize, manifest: &Manifest| {
             manifest.requires.iter().filter(|r| !r.optional).all(|wanted| {
-                provides(manifest, wanted)
-                    || built
-                        .iter()
-                        .any(|&b| usable(&plugins[b]).is_some_and(|m| provides(m, wanted)))
-            }) && !built.contains(&i)
+                offers.meeting(wanted).any(|provider| provider == i || built[provider])
+            })
         };
         let next: Vec<usize> = (0..plugins.len())
-            .filter(|&i| usable(&plugins[i]).is_some_and(|m| can_be_built(i, m)))
+            .filter(|&i| !built[i] && usable(&plugins[i]).is_some_and(|m| can_be_built(i, m)))
             .collect();
         if next.is_empty() {
             break;
         }
-        built.extend(next);
+        next.into_iter().for_each(|i| built[i] = true);
     }
-    let stuck: Vec<usize> = (0..plugins.len())
-        .filter(|i| usable(&plugins[*i]).is_some() && !built.contains(i))
+    let is_stuck = |i: usize| usable(&plugins[i]).is_some() && !built[i];
+    let stuck: Vec<usize> = (0..plugins.len()).filter(|&i| is_stuck(i)).collect();
+    let reasons: Vec<String> = stuck
+        .iter()
+        .map(|&i| format!("can never be built: {}", chain(plugins, &offers, is_stuck, i)))
         .collect();
-    let mut reasons: BTreeMap<usize, String> = BTreeMap::new();
-    for &i in &stuck {
-        reasons.insert(i, format!("can never be built: {}", chain(plugins, &stuck, i)));
-    }
-    for (i, reason) in reasons {
+    for (i, reason) in stuck.into_iter().zip(reasons) {
         plugins[i].refuse(reason);
     }
 }
 
+/// Links of a chain that a message tells.
+const TOLD_LINKS: usize = 16;
+
 /// From a plugin along what it waits for until one comes again.
-fn chain(plugins: &[Discovered], stuck: &[usize], start: usize) -> String {
+fn chain(
+    plugins: &[Discovered],
+    offers: &Offers<'_>,
+    is_stuck: impl Fn(usize) -> bool,
+    start: usize,
+) -> String {
     let mut path = vec![start];
     let mut text = plugins[start].name();
-    loop {
-        let at = path[path.len() - 1];
-        let next = usable(&plugins[at]).and_then(|manifest| {
-            manifest.requires.iter().filter(|r| !r.optional && !provides(manifest, r)).find_map(
-                |r| {
-                    let of = stuck
-                        .iter()
-                        .find(|&&s| usable(&plugins[s]).is_some_and(|m| provides(m, r)))?;
-                    Some((*of, r))
-                },
-            )
-        });
-        let Some((next, wanted)) = next else { return text };
+    while let Some((next, wanted)) = usable(&plugins[path[path.len() - 1]]).and_then(|manifest| {
+        let needs = manifest.requires.iter().filter(|r| !r.optional && !provides(manifest, r));
+        needs.filter_map(|r| Some((offers.meeting(r).find(|&i| is_stuck(i))?, r))).next()
+    }) {
         text.push_str(&format!(" requires {wanted} of {}", plugins[next].name()));
         if path.contains(&next) {
-            return text;
+            break;
+        }
+        if path.len() == TOLD_LINKS {
+            text.push_str(", and so on");
+            break;
         }
         text.push_str(", which");
         path.push(next);
     }
+    text
 }

@@ -9,6 +9,8 @@ use std::os::fd::AsRawFd;
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 
+use crate::document;
+
 const STICKY: u32 = 0o1000;
 const GROUP_WRITE: u32 = 0o020;
 const WORLD_WRITE: u32 = 0o002;
@@ -70,25 +72,39 @@ impl Policy {
         if !real.starts_with(&self.directory) {
             return Err(format!(
                 "a symbolic link that leads out of the directory, to {}",
-                real.display()
+                document::shown(&real)
             ));
         }
         let metadata = file.metadata().map_err(|error| format!("cannot be read: {error}"))?;
-        self.check_mode(&metadata)
+        self.check_mode(&metadata)?;
+        // A link may lead into a directory further down, where others can replace what it leads to.
+        let between = real.ancestors().skip(1).take_while(|above| *above != self.directory);
+        for above in between {
+            let told =
+                |reason: String| format!("lies in {}, which {reason}", document::shown(above));
+            let metadata =
+                fs::metadata(above).map_err(|error| told(format!("cannot be read: {error}")))?;
+            self.check_mode(&metadata).map_err(told)?;
+        }
+        Ok(())
     }
 
     fn check_strict_directories(&self, given: &Path) -> Result<(), String> {
         let named = std::path::absolute(given).map_err(|e| format!("cannot be read: {e}"))?;
         for above in named.ancestors() {
             let metadata = fs::symlink_metadata(above)
-                .map_err(|error| format!("{} cannot be read: {error}", above.display()))?;
+                .map_err(|error| format!("{} cannot be read: {error}", document::shown(above)))?;
             let refused = if metadata.is_symlink() {
                 Err(NO_LINKS.to_owned())
             } else {
                 self.check_mode(&metadata)
             };
             refused.map_err(|reason| {
-                if above == named { reason } else { format!("{}: {reason}", above.display()) }
+                if above == named {
+                    reason
+                } else {
+                    format!("{}: {reason}", document::shown(above))
+                }
             })?;
         }
         Ok(())

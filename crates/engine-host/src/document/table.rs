@@ -109,6 +109,12 @@ impl<'d, 't> TableReader<'d, 't> {
         cast.map(|cast| Spanned::new(value.span(), cast))
     }
 
+    /// Whether `key` is an array without elements.
+    pub fn is_empty_array(&self, key: &str) -> bool {
+        let value = self.table.iter().find(|(k, _)| k.get_ref() == key).map(|(_, value)| value);
+        value.and_then(|v| v.get_ref().as_array()).is_some_and(|array| array.is_empty())
+    }
+
     /// A string.
     pub fn string(&mut self, key: &'d str) -> Option<Spanned<&'d str>> {
         self.typed(key, "a string", |value| value.as_str())

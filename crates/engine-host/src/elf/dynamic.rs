@@ -10,7 +10,10 @@ const DT_NEEDED: u64 = 1;
 const DT_STRTAB: u64 = 5;
 const DT_SYMTAB: u64 = 6;
 const DT_STRSZ: u64 = 10;
+const DT_SONAME: u64 = 14;
+const DT_RPATH: u64 = 15;
 const DT_TEXTREL: u64 = 22;
+const DT_RUNPATH: u64 = 29;
 const DT_FLAGS: u64 = 30;
 const DT_FLAGS_1: u64 = 0x6fff_fffb;
 const DT_AUXILIARY: u64 = 0x7fff_fffd;
@@ -42,6 +45,11 @@ const ALLOWED_LIBRARIES: &[&str] = &[
     "ld-linux-x86-64.so",
     "ld-linux-aarch64.so",
 ];
+
+/// Those of them that the host itself needs: in the process before any plugin is, so that nobody looks for
+/// them.
+const IN_PROCESS: &[&str] =
+    &["libc.so", "libm.so", "libgcc_s.so", "ld-linux-x86-64.so", "ld-linux-aarch64.so"];
 
 /// Entries of the dynamic section, up to its end mark.
 pub(super) struct Dynamic(Vec<(u64, u64)>);
@@ -85,26 +93,27 @@ impl Dynamic {
         Ok(())
     }
 
+    /// Which libraries it brings into the process.
     pub(super) fn check_needed(
         &self,
         image: &Image<'_>,
         segments: &[Segment],
     ) -> Result<(), String> {
-        // Filters are loaded like needed libraries.
-        let named = [DT_NEEDED, DT_AUXILIARY, DT_FILTER];
-        let names: Vec<u64> = named.iter().flat_map(|&tag| self.values(tag)).collect();
-        if names.is_empty() {
+        let tags = [DT_NEEDED, DT_AUXILIARY, DT_FILTER];
+        if tags.iter().all(|&tag| self.values(tag).next().is_none()) {
             return Ok(());
         }
         let strings = self.strings(image, segments)?;
-        for name_at in names {
-            let name = usize::try_from(name_at)
-                .ok()
-                .and_then(|at| strings.get(at..))
-                .and_then(|rest| rest.split(|&b| b == 0).next().filter(|n| n.len() < rest.len()))
-                .ok_or("corrupt: the name of a needed library lies outside the string table")?;
-            let name = String::from_utf8_lossy(name);
-            if !is_allowed(&name) {
+        let named = |what: &str, tag: u64| -> Result<Vec<String>, String> {
+            self.values(tag).map(|at| text_at(&strings, at, what)).collect()
+        };
+        // Filters are loaded like needed libraries.
+        let needed = [DT_NEEDED, DT_AUXILIARY, DT_FILTER].map(|tag| named("a needed library", tag));
+        let paths = [DT_RPATH, DT_RUNPATH].map(|tag| named("a search path", tag));
+        let mut paths = paths.into_iter().collect::<Result<Vec<_>, _>>()?.concat().into_iter();
+        let path = paths.find(|path| !path.is_empty());
+        for name in needed.into_iter().collect::<Result<Vec<_>, _>>()?.concat() {
+            if !is_one_of(&name, ALLOWED_LIBRARIES) {
                 return Err(format!(
                     "needs {name:?}, which is not a library plugins may need ({}): link it \
                      statically",
@@ -113,8 +122,32 @@ impl Dynamic {
                     )
                 ));
             }
+            if let Some(path) = path.as_ref().filter(|_| !is_one_of(&name, IN_PROCESS)) {
+                return Err(format!(
+                    "needs {name:?} and says to look for it in {path:?}, where anything could be: link \
+                     without -rpath"
+                ));
+            }
         }
         Ok(())
+    }
+
+    /// Whether a plugin goes by a name that is not its own.
+    pub(super) fn check_own_name(
+        &self,
+        image: &Image<'_>,
+        segments: &[Segment],
+    ) -> Result<(), String> {
+        let Some(at) = self.values(DT_SONAME).last() else { return Ok(()) };
+        let name = text_at(&self.strings(image, segments)?, at, "the library")?;
+        // The linker answers everybody who needs a library of this name with this one.
+        match is_one_of(&name, ALLOWED_LIBRARIES) {
+            false => Ok(()),
+            true => Err(format!(
+                "calls itself {name:?}, and would stand in for that library in the whole process: link \
+                 with another -soname"
+            )),
+        }
     }
 
     /// What other plugins would share with this one although each is loaded for itself.
@@ -160,8 +193,19 @@ fn file_offset(segments: &[Segment], address: u64) -> Option<u64> {
     })
 }
 
-fn is_allowed(name: &str) -> bool {
-    ALLOWED_LIBRARIES.iter().any(|allowed| {
+/// The text at this place of the string table.
+fn text_at(strings: &[u8], at: u64, of: &str) -> Result<String, String> {
+    let rest = usize::try_from(at).ok().and_then(|at| strings.get(at..));
+    let text =
+        rest.and_then(|rest| rest.split(|&b| b == 0).next().filter(|n| n.len() < rest.len()));
+    match text {
+        Some(text) => Ok(String::from_utf8_lossy(text).into_owned()),
+        None => Err(format!("corrupt: the name of {of} lies outside the string table")),
+    }
+}
+
+fn is_one_of(name: &str, list: &[&str]) -> bool {
+    list.iter().any(|allowed| {
         name.strip_prefix(allowed).is_some_and(|version| {
             version.is_empty()
                 || (version.starts_with('.')
@@ -175,14 +219,14 @@ fn is_allowed(name: &str) -> bool {
 
 #[cfg(test)]
 mod tests {
-    use super::is_allowed;
+    use super::{ALLOWED_LIBRARIES, is_one_of};
 
     #[test]
     fn allow_list_knows_names_and_versions() {
         for name in
             ["libc.so.6", "libm.so.6", "libgcc_s.so.1", "ld-linux-x86-64.so.2", "libcuda.so"]
         {
-            assert!(is_allowed(name), "{name}");
+            assert!(is_one_of(name, ALLOWED_LIBRARIES), "{name}");
         }
         for name in [
             "",
@@ -193,7 +237,7 @@ mod tests {
             "./libc.so.6",
             "libstdc++.so.6",
         ] {
-            assert!(!is_allowed(name), "{name}");
+            assert!(!is_one_of(name, ALLOWED_LIBRARIES), "{name}");
         }
     }
 }

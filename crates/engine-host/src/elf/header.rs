@@ -21,11 +21,22 @@ const PN_XNUM: u16 = 0xffff;
 pub(super) const PT_LOAD: u32 = 1;
 pub(super) const PT_DYNAMIC: u32 = 2;
 pub(super) const PT_NOTE: u32 = 4;
+const PT_TLS: u32 = 7;
 const PT_GNU_STACK: u32 = 0x6474_e551;
 const PF_X: u32 = 1;
+const PF_W: u32 = 2;
 
 /// Sections that are read whole are refused beyond this; a real plugin's are a few KiB.
 const MAX_TABLE_BYTES: u64 = 64 << 20;
+
+/// More memory than this no plugin's statics need.
+const MAX_MEMORY_BYTES: u64 = 4 << 30;
+
+/// Thread-local memory comes once for every thread of the process.
+const MAX_TLS_BYTES: u64 = 16 << 20;
+
+/// The smallest pages there are: where a segment begins within one, it must begin in the file too.
+const PAGE_SIZE: u64 = 4096;
 
 /// Checks that `file`, of `size` bytes, is a shared library that this process can map safely, and
 /// reads its note. The error is one line without the file's name.
@@ -38,11 +49,16 @@ pub(super) fn examine(file: &File, size: u64) -> Result<(Option<PluginNote>, Vec
     let image = Image { file, size };
     let header = Header::read(&image)?;
     let segments = header.segments(&image)?;
+    check_loads(&segments)?;
+    check_thread_locals(&segments)?;
     check_stack(&segments)?;
     let dynamic = Dynamic::read(&image, &segments)?;
     dynamic.check_flags()?;
     dynamic.check_needed(&image, &segments)?;
     let note = PluginNote::read(&image, &segments)?;
+    if note.is_some() {
+        dynamic.check_own_name(&image, &segments)?;
+    }
     Ok((note, dynamic.warnings(&image, &segments)))
 }
 
@@ -68,9 +84,10 @@ impl Image<'_> {
     fn contains(&self, what: &str, offset: u64, len: u64) -> Result<(), String> {
         match offset.checked_add(len) {
             Some(end) if end <= self.size => Ok(()),
-            Some(end) => {
-                Err(format!("truncated: {what} ends at byte {end}, the file has {}", self.size))
-            }
+            Some(end) => Err(format!(
+                "truncated: {what} ends at byte {end}, the file has {}: copy it again",
+                self.size
+            )),
             None => Err(format!("corrupt: {what} starts at byte {offset} and has {len} bytes")),
         }
     }
@@ -160,8 +177,12 @@ impl Header {
         for (i, segment) in segments.iter().enumerate() {
             let what = format!("segment {i}");
             image.contains(&what, segment.offset, segment.file_size)?;
-            if segment.kind == PT_LOAD && segment.file_size > segment.memory_size {
+            let is_memory = [PT_LOAD, PT_TLS].contains(&segment.kind);
+            if is_memory && segment.file_size > segment.memory_size {
                 return Err(format!("corrupt: {what} is larger in the file than in memory"));
+            }
+            if is_memory && segment.align > 1 && !segment.align.is_power_of_two() {
+                return Err(format!("corrupt: {what} is aligned to {} bytes", segment.align));
             }
         }
         if !segments.iter().any(|segment| segment.kind == PT_LOAD) {
@@ -214,6 +235,45 @@ impl Segment {
             memory_size: fields.u64(40),
             align: fields.u64(48),
         }
+    }
+}
+
+/// The linker sizes one mapping by the first and the last segment, and puts the others inside.
+fn check_loads(segments: &[Segment]) -> Result<(), String> {
+    let (mut end, mut first) = (0, None);
+    for (i, segment) in segments.iter().enumerate().filter(|(_, s)| s.kind == PT_LOAD) {
+        if segment.address < end {
+            return Err(format!("corrupt: segment {i} begins before the end of the one before it"));
+        }
+        if segment.address % PAGE_SIZE != segment.offset % PAGE_SIZE {
+            return Err(format!(
+                "corrupt: segment {i} begins elsewhere in a page than in the file"
+            ));
+        }
+        if segment.flags & PF_W != 0 && segment.flags & PF_X != 0 {
+            return Err("has memory that is both writable and executable (link without -N)".into());
+        }
+        end = segment
+            .address
+            .checked_add(segment.memory_size)
+            .ok_or_else(|| format!("corrupt: segment {i} ends beyond the address space"))?;
+        let size = end - *first.get_or_insert(segment.address);
+        if size > MAX_MEMORY_BYTES {
+            return Err(format!("takes {size} bytes of memory, which no plugin needs"));
+        }
+    }
+    Ok(())
+}
+
+fn check_thread_locals(segments: &[Segment]) -> Result<(), String> {
+    let mut all = segments.iter().filter(|segment| segment.kind == PT_TLS);
+    match (all.next(), all.next()) {
+        (Some(_), Some(_)) => Err("corrupt: two segments of thread-local memory".to_owned()),
+        (Some(one), None) if one.memory_size > MAX_TLS_BYTES => Err(format!(
+            "takes {} bytes of memory in every thread, which no plugin needs",
+            one.memory_size
+        )),
+        _ => Ok(()),
     }
 }
 

@@ -34,36 +34,59 @@ pub struct PluginNote {
 impl PluginNote {
     /// Finds the note among the segments; `None` when there is none.
     pub(super) fn read(image: &Image<'_>, segments: &[Segment]) -> Result<Option<Self>, String> {
+        let mut found: Option<Vec<u8>> = None;
         for segment in segments.iter().filter(|s| s.kind == PT_NOTE && s.file_size <= MAX_BYTES) {
             let bytes = image.read("a note", segment.offset, segment.file_size)?;
-            if let Some(content) = find(&bytes, segment.align.max(4) as usize) {
-                let text = content.split(|&b| b == 0).next().unwrap_or_default();
-                let text = std::str::from_utf8(text)
-                    .map_err(|_| "corrupt: its RESAPI note is not text".to_owned())?;
-                return Ok(Some(Self::parse(text)));
+            for content in contents(&bytes, segment.align.max(4) as usize) {
+                // Two segments may cover the same note; two notes would say two things.
+                match &found {
+                    Some(known) if known != content => {
+                        return Err("corrupt: it carries two RESAPI notes".to_owned());
+                    }
+                    _ => found = Some(content.to_vec()),
+                }
             }
         }
-        Ok(None)
+        let Some(content) = found else { return Ok(None) };
+        let text = content.split(|&b| b == 0).next().unwrap_or_default();
+        let is_plain = |b: &u8| b.is_ascii_graphic() || b" \n".contains(b);
+        match std::str::from_utf8(text) {
+            Ok(text) if text.bytes().all(|b| is_plain(&b)) => Self::parse(text).map(Some),
+            _ => Err("corrupt: its RESAPI note is not plain text".to_owned()),
+        }
     }
 
     /// Keys that are not known are of later versions.
-    fn parse(text: &str) -> Self {
+    fn parse(text: &str) -> Result<Self, String> {
         let mut note = Self::default();
         for (key, value) in text.lines().filter_map(|line| line.split_once(' ')) {
             let value = value.to_owned();
-            match key {
-                "plugin" => note.plugin = value,
-                "api" => note.api = value,
-                "rustc" => note.rustc = value,
-                "panic" => note.panic = value,
-                "profile" => note.profile = value,
-                "feature" => note.features.push(value),
-                "kind" => note.kinds.push(value),
-                "provides" => note.provides.push(value),
-                _ => {}
+            let only = match key {
+                "plugin" => &mut note.plugin,
+                "api" => &mut note.api,
+                "rustc" => &mut note.rustc,
+                "panic" => &mut note.panic,
+                "profile" => &mut note.profile,
+                "feature" => {
+                    note.features.push(value);
+                    continue;
+                }
+                "kind" => {
+                    note.kinds.push(value);
+                    continue;
+                }
+                "provides" => {
+                    note.provides.push(value);
+                    continue;
+                }
+                _ => continue,
+            };
+            if !only.is_empty() {
+                return Err(format!("corrupt: its RESAPI note says {key:?} twice"));
             }
+            *only = value;
         }
-        note
+        Ok(note)
     }
 
     /// Why this process cannot run the library; one line that says what to do.
@@ -106,26 +129,30 @@ impl PluginNote {
     }
 }
 
-/// The content of our note in a segment of notes.
-fn find(bytes: &[u8], align: usize) -> Option<&[u8]> {
-    let mut at = 0usize;
-    while let Some(header) = bytes.get(at..at.checked_add(12)?) {
-        let fields = Fields(header);
-        let (name_len, content_len) = (fields.u32(0), fields.u32(4));
-        let name_at = at + 12;
-        // The name is padded to four bytes in every note, whatever the segment's alignment.
-        let content_at = name_at.checked_add((name_len as usize).checked_next_multiple_of(4)?)?;
-        let content_at = content_at.checked_next_multiple_of(align.min(8))?;
-        let end = content_at.checked_add(content_len as usize)?;
-        let is_ours = name_len == NAME_LEN
-            && fields.u32(8) == TYPE
-            && bytes.get(name_at..name_at + NAME.len()) == Some(&NAME[..]);
-        if is_ours {
-            return bytes.get(content_at..end);
-        }
-        at = end.checked_next_multiple_of(align.min(8))?;
+/// The contents of our notes in a segment of notes.
+fn contents(bytes: &[u8], align: usize) -> Vec<&[u8]> {
+    let (mut at, mut found) = (0usize, Vec::new());
+    while let Some((content, next)) = note_at(bytes, at, align) {
+        found.extend(content);
+        at = next;
     }
-    None
+    found
+}
+
+/// The note at a place, if it is ours, and where the next one begins.
+fn note_at(bytes: &[u8], at: usize, align: usize) -> Option<(Option<&[u8]>, usize)> {
+    let fields = Fields(bytes.get(at..at.checked_add(12)?)?);
+    let (name_len, content_len) = (fields.u32(0), fields.u32(4));
+    let name_at = at + 12;
+    // The name is padded to four bytes in every note, whatever the segment's alignment.
+    let content_at = name_at.checked_add((name_len as usize).checked_next_multiple_of(4)?)?;
+    let content_at = content_at.checked_next_multiple_of(align.min(8))?;
+    let end = content_at.checked_add(content_len as usize)?;
+    let is_ours = name_len == NAME_LEN
+        && fields.u32(8) == TYPE
+        && bytes.get(name_at..name_at + NAME.len()) == Some(&NAME[..]);
+    let content = if is_ours { Some(bytes.get(content_at..end)?) } else { None };
+    Some((content, end.checked_next_multiple_of(align.min(8))?))
 }
 
 /// Whether this CPU has what a note names. What the host does not know, the code may rely on all the
@@ -171,16 +198,20 @@ mod tests {
             let others = [note(b"GNU\0", 3, &[7; 20], align), note(b"RESAPI\0", 9, b"no", align)];
             let ours = note(b"RESAPI\0", 1, b"kind a\nkind b\nlater x\n\0\0\0", align);
             let all = [others.concat(), ours].concat();
-            let content = find(&all, align).unwrap();
-            let note = PluginNote::parse(std::str::from_utf8(content).unwrap());
+            let [content] = contents(&all, align)[..] else { panic!("one is ours") };
+            let text = std::str::from_utf8(content).unwrap().trim_end_matches('\0');
+            let note = PluginNote::parse(text).unwrap();
             assert_eq!(note.kinds, ["a", "b"]);
-            assert_eq!(find(&others.concat(), align), None);
+            assert!(contents(&others.concat(), align).is_empty());
+            assert_eq!(contents(&[&all[..], &all].concat(), align).len(), 2);
             for end in 0..all.len() {
                 // Any cut is either complete or nothing; it never panics.
-                let _ = find(&all[..end], align);
+                let _ = contents(&all[..end], align);
             }
         }
-        assert_eq!(find(&[0xff; 64], 4), None, "lengths past the end");
+        assert!(contents(&[0xff; 64], 4).is_empty(), "lengths past the end");
+        let twice = PluginNote::parse("panic abort\nkind a\npanic unwind\n").unwrap_err();
+        assert_eq!(twice, "corrupt: its RESAPI note says \"panic\" twice");
     }
 
     #[test]

@@ -132,9 +132,10 @@ impl Engine {
     fn take_along(&mut self, anew: &[String]) {
         let mut failed = Vec::new();
         let said = &self.restarts.said;
+        let (node, walk) = (self.node_id, self.decode);
         for request in self.requests.iter_mut() {
             let rid = request.rid;
-            let prompt = &request.tokens[..request.prompt_len];
+            let (prompt, generated) = request.tokens.split_at(request.prompt_len);
             for entry in self.runner.resources().entries() {
                 let told = match anew.contains(&entry.key) {
                     false => entry.resource().reset_request(rid, true).map_err(Error::from),
@@ -143,7 +144,12 @@ impl Engine {
                         let config = said.and_then(|s| s.config.get(&entry.key));
                         let config = config.map_or("", String::as_str);
                         let most = said.map_or(request.max_tokens, |s| s.max_tokens);
-                        ingest_into(entry, rid, config, prompt, most)
+                        // What was generated is known to those alone that were there.
+                        ingest_into(entry, rid, config, prompt, most).and_then(|()| {
+                            let told =
+                                entry.resource().extend_prefix_chain(rid, node, walk, generated);
+                            Ok(told?)
+                        })
                     }
                 };
                 if let Err(e) = told {
@@ -157,6 +163,7 @@ impl Engine {
             request.computed = 0;
             request.in_step = 0;
             request.prefix_resolved = false;
+            request.offloaded = false;
         }
         for (rid, why) in failed {
             self.fail(rid, &why);

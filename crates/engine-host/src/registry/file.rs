@@ -8,6 +8,7 @@ use resource_api::KindHandle;
 use super::{load_once, open};
 use crate::discovery::policy::Policy;
 use crate::discovery::{self, Discovered, Options, State};
+use crate::document;
 use crate::elf;
 use crate::error::{Error, ErrorKind, Result};
 
@@ -30,9 +31,9 @@ pub struct PluginFile {
 pub fn load_file(path: &Path, options: &Options) -> Result<PluginFile> {
     let refused = |reason: String| Error::new(ErrorKind::Invalid, reason);
     let metadata = fs::metadata(path)
-        .map_err(|e| Error::new(ErrorKind::NotFound, format!("{}: {e}", path.display())))?;
+        .map_err(|e| Error::new(ErrorKind::NotFound, format!("{}: {e}", document::shown(path))))?;
     if !metadata.is_file() {
-        return Err(Error::usage(format!("{} is not a file", path.display())));
+        return Err(Error::usage(format!("{} is not a file", document::shown(path))));
     }
     let found = match path.extension().is_some_and(|e| e == "toml") {
         true => Some(discovery::discover_one(path, options)?),
@@ -46,7 +47,7 @@ pub fn load_file(path: &Path, options: &Options) -> Result<PluginFile> {
         let (name, manifest) = (found.name(), Some(found.path));
         return Ok(PluginFile { name, kinds: library.kinds, manifest });
     }
-    let unusable = |reason: String| refused(format!("{}: {reason}", path.display()));
+    let unusable = |reason: String| refused(format!("{}: {reason}", document::shown(path)));
     let policy = Policy::of_directory(directory_of(path), options.strict);
     let policy = policy.map_err(|e| unusable(format!("its directory {e}")))?;
     let checked = elf::check_file(path, &policy, None).map_err(|e| refused(e.to_string()))?;

@@ -121,6 +121,32 @@ fn a_capability_outlives_the_resources_and_calls_in_flight_end_well() {
 }
 
 #[test]
+fn calls_in_flight_in_a_resource_that_panics_end_well() {
+    let mut bench = Bench::new(&[("a", json!({ "panic_in": "commit" })), ("b", json!({}))]);
+    let rid = bench.ingest(0, &[1, 2]);
+    let live = bench.start(bench.step(&[(rid, 2)]));
+    let calls = ["a", "b"].map(|key| {
+        let (echo, (begun, has_begun)) = (bench.echo(key), std::sync::mpsc::channel());
+        let call = std::thread::spawn(move || {
+            begun.send(()).unwrap();
+            let answer = echo.spread(2_000_000, None);
+            (answer, echo.echo(&[1], None))
+        });
+        has_begun.recv().unwrap();
+        call
+    });
+    let (done, failed) = bench.runner.commit(live);
+    assert!(failed.unwrap_err().to_string().contains("resource `a`, commit"));
+    assert!(calls.iter().all(|call| !call.is_finished()), "the calls are in flight");
+    bench.runner.finish(done);
+    let [(in_a, after_a), (in_b, after_b)] = calls.map(|call| call.join().unwrap());
+    let sum = 2_000_000 * 1_999_999 / 2;
+    assert_eq!((in_a.unwrap(), in_b.unwrap()), (sum, sum));
+    assert_eq!(after_a.unwrap_err().kind(), ErrorKind::POISONED, "none begins afterwards");
+    assert_eq!(after_b.unwrap(), 2);
+}
+
+#[test]
 fn resources_are_built_anew_in_order_with_all_that_hold_on_to_them() {
     let services = services();
     let list = [
