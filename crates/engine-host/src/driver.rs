@@ -198,10 +198,14 @@ impl Driver {
         let resources = entries.iter().zip(usage).map(|(entry, usage)| ResourceSnapshot {
             key: usage.key,
             kind: usage.kind,
+            plugin: usage.plugin,
             calls: usage.calls,
             time: usage.time,
             panics: usage.panics,
             is_faulted: usage.is_faulted,
+            bad_values: usage.bad_values,
+            restarts: usage.restarts,
+            bytes: usage.bytes,
             state: serde_json::from_str(&entry.resource().inspect()).unwrap_or(Value::Null),
         });
         let resources: Arc<[ResourceSnapshot]> = resources.collect();

@@ -292,6 +292,7 @@ impl Page {
             let labels = HashMap::from([
                 ("resource".to_owned(), resource.key.clone()),
                 ("kind".to_owned(), resource.kind.clone()),
+                ("plugin".to_owned(), resource.plugin.clone()),
             ]);
             for (name, help, value) in [
                 ("engine_host_resource_calls_total", "Calls of a resource", resource.calls as f64),
@@ -305,6 +306,16 @@ impl Page {
                     "Panics in a resource",
                     resource.panics as f64,
                 ),
+                (
+                    "engine_host_resource_bad_values_total",
+                    "Answers of a resource that could not be right",
+                    resource.bad_values as f64,
+                ),
+                (
+                    "engine_host_resource_restarts_total",
+                    "How often a resource was built anew",
+                    resource.restarts as f64,
+                ),
             ] {
                 self.counter(name, help, &labels, value)?;
             }
@@ -314,6 +325,12 @@ impl Page {
                 "1 if a resource is out of use",
                 &labels,
                 faulted,
+            )?;
+            self.gauge(
+                "engine_host_resource_bytes",
+                "What a resource holds of the engine's memory",
+                &labels,
+                resource.bytes as f64,
             )?;
         }
         for (name, metric) in &*snapshot.metrics {
@@ -367,6 +384,9 @@ mod tests {
             resources: Arc::new([ResourceSnapshot {
                 key: "main.kv".into(),
                 kind: "kv".into(),
+                plugin: "resource-kv".into(),
+                bytes: 4096,
+                restarts: 2,
                 calls: 7,
                 time: Duration::from_millis(1500),
                 ..ResourceSnapshot::default()
@@ -402,7 +422,11 @@ mod tests {
     fn plugins_choose_label_values_and_nothing_else() {
         let text = render("m", &Counts::new().unwrap(), &snapshot()).unwrap();
         for line in [
-            "engine_host_resource_seconds_total{kind=\"kv\",resource=\"main.kv\"} 1.5",
+            "engine_host_resource_seconds_total{kind=\"kv\",plugin=\"resource-kv\",resource=\"main.kv\"} \
+             1.5",
+            "engine_host_resource_bytes{kind=\"kv\",plugin=\"resource-kv\",resource=\"main.kv\"} 4096",
+            "engine_host_resource_restarts_total{kind=\"kv\",plugin=\"resource-kv\",resource=\"main.kv\"} \
+             2",
             "engine_host_plugin_count_total{name=\"evicted\",resource=\"kv\"} 5",
             "engine_host_plugin_count_total{name=\"évicted\",resource=\"attn\"} 6",
             "engine_host_plugin_gauge{name=\"a\\\"b\\\\c\\nd\",resource=\"kv\"} NaN",

@@ -38,11 +38,19 @@ pub struct Snapshot {
 pub struct ResourceSnapshot {
     pub key: String,
     pub kind: String,
+    /// The plugin that it is from.
+    pub plugin: String,
     /// Calls of its step methods, and their time.
     pub calls: u64,
     pub time: Duration,
     pub panics: u64,
     pub is_faulted: bool,
+    /// Answers that could not be right.
+    pub bad_values: u64,
+    /// How often it was built anew.
+    pub restarts: u64,
+    /// Of the engine's memory.
+    pub bytes: u64,
     /// What it says of itself.
     pub state: serde_json::Value,
 }

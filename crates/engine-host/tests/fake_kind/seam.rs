@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use engine_host::runner::Runner;
-use resource_api::{Device, ErrorKind, HostServices, Resource};
+use resource_api::{Device, ErrorKind, HostServices, Interface, Resource, ResourceError};
 use resource_testkit::Echo;
 use serde_json::json;
 
@@ -122,28 +122,24 @@ fn a_capability_outlives_the_resources_and_calls_in_flight_end_well() {
 
 #[test]
 fn calls_in_flight_in_a_resource_that_panics_end_well() {
-    let mut bench = Bench::new(&[("a", json!({ "panic_in": "commit" })), ("b", json!({}))]);
-    let rid = bench.ingest(0, &[1, 2]);
-    let live = bench.start(bench.step(&[(rid, 2)]));
-    let calls = ["a", "b"].map(|key| {
-        let (echo, (begun, has_begun)) = (bench.echo(key), std::sync::mpsc::channel());
-        let call = std::thread::spawn(move || {
-            begun.send(()).unwrap();
-            let answer = echo.spread(2_000_000, None);
-            (answer, echo.echo(&[1], None))
-        });
-        has_begun.recv().unwrap();
-        call
+    const TASKS: u32 = 1_000_000;
+    let sum = u64::from(TASKS) * u64::from(TASKS - 1) / 2;
+    // Whether the call is in the plugin when the mark comes is up to the system's scheduler.
+    let was_in_flight = (0..200).any(|_| {
+        let bench = Bench::new(&[("a", json!({})), ("b", json!({}))]);
+        let (echo, other) = (bench.echo("a"), bench.echo("b"));
+        let calls = std::thread::spawn(move || (echo.spread(TASKS, None), echo.echo(&[1], None)));
+        std::thread::sleep(Duration::from_millis(1));
+        // As a panic in another call leaves it.
+        bench.entry("a").resource().object().fault().set();
+        let (first, second) = calls.join().unwrap();
+        assert_eq!(other.echo(&[1], None).unwrap(), 2);
+        let refused = |e: ResourceError| assert_eq!(e.kind(), ErrorKind::POISONED);
+        let first = first.map(|answer| assert_eq!(answer, sum)).map_err(refused);
+        let second = second.map(|answer| assert_eq!(answer, 2)).map_err(refused);
+        (first, second) == (Ok(()), Err(()))
     });
-    let (done, failed) = bench.runner.commit(live);
-    assert!(failed.unwrap_err().to_string().contains("resource `a`, commit"));
-    assert!(calls.iter().all(|call| !call.is_finished()), "the calls are in flight");
-    bench.runner.finish(done);
-    let [(in_a, after_a), (in_b, after_b)] = calls.map(|call| call.join().unwrap());
-    let sum = 2_000_000 * 1_999_999 / 2;
-    assert_eq!((in_a.unwrap(), in_b.unwrap()), (sum, sum));
-    assert_eq!(after_a.unwrap_err().kind(), ErrorKind::POISONED, "none begins afterwards");
-    assert_eq!(after_b.unwrap(), 2);
+    assert!(was_in_flight);
 }
 
 #[test]
