@@ -16,6 +16,7 @@ use crate::resources::ResourceSet;
 use crate::runner::{FailedStep, Live, Runner, Staged, Started};
 use crate::scheduler::{Join, Limits, Scheduler, Turn};
 use crate::services::Services;
+use crate::slots;
 use crate::step::SubmoduleStep;
 use crate::watch::Watchdog;
 
@@ -152,7 +153,9 @@ impl Engine {
         let (prefill, decode) = (services.walks.intern("prefill"), services.walks.intern("decode"));
         let new_step = || SubmoduleStep::new(node_id, WalkId(prefill), own.clone());
         let spare = vec![new_step(), new_step()];
-        let runner = Runner::new(resources, 4).with_stream(services.stream());
+        let on_device = services.stream() != 0;
+        let slots = if on_device { slots::ON_DEVICE } else { slots::ON_CPU };
+        let runner = Runner::new(resources, slots).with_stream(services.stream());
         let mut engine = Self {
             node,
             runner,

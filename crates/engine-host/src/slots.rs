@@ -6,6 +6,13 @@ use resource_api::{BucketKey, MAX_SLOTS, SlotLease};
 
 use crate::error::{Error, ErrorKind, Result};
 
+/// Slots of an engine on the CPU: a step is over when it is committed, so that one runs and one is
+/// planned meanwhile. A page that begins is written to the table of every slot: more would cost more.
+pub const ON_CPU: usize = 2;
+
+/// Slots of an engine on a device, which is behind the host.
+pub const ON_DEVICE: usize = 4;
+
 /// Buffer sets of a bucket: one for the step that runs, one for the step that is planned meanwhile.
 const PER_BUCKET: u32 = 2;
 

@@ -15,6 +15,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::resources::{BuildInfo, ResourceSet, Wanted};
 use crate::runner::{FullAdmitOutcome, Live, Runner, Started};
 use crate::services::Services;
+use crate::slots;
 use crate::step::SubmoduleStep;
 
 /// Token slots of a page.
@@ -23,8 +24,8 @@ pub const PAGE: u32 = 16;
 pub const TOKEN: u32 = 7;
 /// Tokens of the vocabulary.
 pub const VOCABULARY: u32 = 49_152;
-/// Plan buffer sets, as many as the engine has.
-pub const SLOTS: u32 = 4;
+/// Plan buffer sets, as many as the engine has on the CPU.
+pub const SLOTS: u32 = slots::ON_CPU as u32;
 /// Elements of the cache's one head; its contents are never touched.
 const HEAD_DIM: u32 = 2;
 /// Tokens of one prompt that a step takes while a prompt is computed.
