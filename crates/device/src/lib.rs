@@ -27,7 +27,7 @@ pub use cpu::pool::Pool;
 pub use cpu::shared_pool::{
     PoolReader, PoolType, PoolView, PoolWriter, RawPool, SharedPool, Turns,
 };
-pub use cpu::table::{Table, prefetch};
+pub use cpu::table::{Table, prefetch, prefetch_at};
 pub use cpu::{attention, hash, ops};
 pub use error::{Error, Result};
 pub use mapped_file::MappedFile;

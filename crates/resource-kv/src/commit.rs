@@ -103,7 +103,7 @@ impl State {
         mut note: impl FnMut(usize, &mut Chain),
     ) {
         let mut lens = shared.board.lens();
-        let State { requests, pool, ended, .. } = self;
+        let State { requests, pool, seats, ended, .. } = self;
         let mut next_takes = 0;
         for (row, (&request, &span)) in rows.request.iter().zip(&rows.span).enumerate() {
             let Some((stream, chain)) = requests.main_and_chain(request) else { continue };
@@ -125,6 +125,7 @@ impl State {
                 if let Some(&page) = stream.pages.get(chain.indexed as usize) {
                     pool.warm_page(page);
                 }
+                seats.warm(stream.seat, chain.indexed + 1);
             }
         }
         pool.warm_next(next_takes);

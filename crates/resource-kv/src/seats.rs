@@ -5,7 +5,7 @@
 
 use std::ops::Range;
 
-use device::prefer_large_pages;
+use device::{prefer_large_pages, prefetch_at};
 use resource_api::PlanVec;
 
 use crate::pool::SINK;
@@ -31,6 +31,8 @@ pub(crate) struct Seats {
     used: u32,
     free: Vec<u32>,
     slots: Vec<Vec<Written>>,
+    /// By slot, where its table was when it was last given room.
+    addresses: Vec<usize>,
     /// By slot, which entries of its table were written and not yet told to the device; `None` where
     /// there is none.
     changes: Option<Vec<Vec<Range<u32>>>>,
@@ -39,7 +41,15 @@ pub(crate) struct Seats {
 impl Seats {
     pub(crate) fn new(stride: u32, max_batch: u32) -> Self {
         let rows = max_batch.clamp(1, 1 << 16) + 1;
-        Seats { stride, rows, used: 1, free: Vec::new(), slots: Vec::new(), changes: None }
+        Seats {
+            stride,
+            rows,
+            used: 1,
+            free: Vec::new(),
+            slots: Vec::new(),
+            addresses: Vec::new(),
+            changes: None,
+        }
     }
 
     /// The stream's seat; gives it one if it has none.
@@ -85,13 +95,22 @@ impl Seats {
         }
         if self.slots.len() <= slot {
             self.slots.resize_with(slot + 1, Vec::new);
+            self.addresses.resize(slot + 1, 0);
         }
+        self.addresses[slot] = table.as_ptr().addr();
         if let Some(changes) = self.changes.as_mut().filter(|c| c.len() <= slot) {
             changes.resize_with(slot + 1, Vec::new);
         }
         if self.slots[slot].len() < self.rows as usize {
             self.slots[slot].resize(self.rows as usize, Written::default());
         }
+    }
+
+    /// Asks for the entries of the seat's row, in the tables of all slots, that name its `page`th page.
+    #[inline]
+    pub(crate) fn warm(&self, seat: u32, page: u32) {
+        let entry = seat as usize * self.stride as usize + page as usize;
+        self.addresses.iter().for_each(|&table| prefetch_at(table + entry * size_of::<u32>()));
     }
 
     /// The rows of a slot, whose table has been given room.

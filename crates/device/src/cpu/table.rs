@@ -63,13 +63,20 @@ impl<T: Pod> DerefMut for Table<T> {
 /// Asks for the memory of a value to be brought into the processor's caches, without waiting for it.
 #[inline]
 pub fn prefetch<T>(value: &T) {
+    prefetch_at(std::ptr::from_ref(value).addr());
+}
+
+/// [`prefetch`] of an address, of which nothing else is known: it may have been freed since.
+#[inline]
+pub fn prefetch_at(address: usize) {
     #[cfg(target_arch = "x86_64")]
     {
         use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
-        // SAFETY: a hint about an address; it reads nothing that the program could see.
-        unsafe { _mm_prefetch::<_MM_HINT_T0>(std::ptr::from_ref(value).cast()) }
+        // SAFETY: a hint about an address; it reads nothing that the program could see, and where
+        // nothing is mapped it does nothing.
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(std::ptr::without_provenance(address)) }
     }
-    let _ = value;
+    let _ = address;
 }
 
 #[cfg(test)]
@@ -82,6 +89,7 @@ mod tests {
         assert!(table.len() == 100_000 && table.iter().all(|&x| x == 0));
         table[99_999] = 7;
         prefetch(&table[5]);
+        prefetch_at(0);
         assert_eq!(table.iter().sum::<u64>(), 7);
         assert!(Table::<u128>::zeroed(0).unwrap().is_empty() && Table::<u8>::default().is_empty());
         assert!(Table::<u64>::zeroed(usize::MAX / 8).is_err());
