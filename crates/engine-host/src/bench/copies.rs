@@ -29,15 +29,19 @@ pub fn run(config: &Config, count: usize, threads: usize) -> Result<Value> {
     let copies = (0..count).map(|n| directory.copy(&library, n)).collect::<Result<Vec<_>>>()?;
     let policy = Policy::of_directory(&directory.0, false).map_err(Error::usage)?;
     let options = setup::discovery_options(config);
+    // Before the others, so that what all of them take together is loading and nothing else.
+    let alone = copies.iter().map(|path| alone(path, &policy)).collect::<Result<Vec<_>>>()?;
     let next = AtomicUsize::new(0);
     let started = Instant::now();
-    let samples = std::thread::scope(|scope| {
-        let work = || -> Result<Vec<[u64; 3]>> {
-            let mut samples = Vec::new();
+    let loads = std::thread::scope(|scope| {
+        let work = || -> Result<Vec<u64>> {
+            let mut loads = Vec::new();
             while let Some(path) = copies.get(next.fetch_add(1, Ordering::Relaxed)) {
-                samples.push(one(path, &policy, &options)?);
+                let clock = Instant::now();
+                registry::load_file(path, &options)?;
+                loads.push(nanos(clock));
             }
-            Ok(samples)
+            Ok(loads)
         };
         let threads: Vec<_> = (0..threads).map(|_| scope.spawn(work)).collect();
         let ended = threads.into_iter().map(|t| {
@@ -46,32 +50,38 @@ pub fn run(config: &Config, count: usize, threads: usize) -> Result<Value> {
         ended.collect::<Result<Vec<_>>>()
     })?;
     let took = started.elapsed();
-    let column = |i: usize| {
-        let mut of: Vec<u64> = samples.iter().flatten().map(|sample| sample[i]).collect();
-        Summary::of(&mut of, 1.0).to_json()
-    };
+    let summary = |mut of: Vec<u64>| Summary::of(&mut of, 1.0).to_json();
+    let each = took.as_micros() as u64 / count.max(1) as u64;
     Ok(json!({
         "bench": "load",
         "what": format!("{count} copies, {threads} threads"),
-        "us": { "hash": column(0), "file checks": column(1), "checked and loaded": column(2) },
-        "note": { "bytes": std::fs::metadata(&library).map_or(0, |m| m.len()), "all_ms": took.as_millis() as u64 },
+        "us": {
+            "hash": summary(alone.iter().map(|(hash, _)| *hash).collect()),
+            "file checks": summary(alone.iter().map(|(_, checks)| *checks).collect()),
+            "checked and loaded": summary(loads.concat()),
+        },
+        "note": {
+            "bytes": std::fs::metadata(&library).map_or(0, |m| m.len()),
+            "all_ms": took.as_millis() as u64,
+            "each_us": each,
+        },
         "machine": machine::describe("plugins"),
     }))
 }
 
-/// Nanoseconds of the three.
-fn one(path: &Path, policy: &Policy, options: &crate::discovery::Options) -> Result<[u64; 3]> {
-    let nanos = |since: Instant| since.elapsed().as_nanos() as u64;
-    let clock = Instant::now();
+fn nanos(since: Instant) -> u64 {
+    since.elapsed().as_nanos() as u64
+}
+
+/// Nanoseconds that hashing a file and all checks of it take.
+fn alone(path: &Path, policy: &Policy) -> Result<(u64, u64)> {
     let bytes = std::fs::read(path).unwrap_or_default();
+    let clock = Instant::now();
     std::hint::black_box(crate::discovery::lock::digest_of(&bytes));
     let hashed = nanos(clock);
     let clock = Instant::now();
     elf::check_file(path, policy, None)?;
-    let checked = nanos(clock);
-    let clock = Instant::now();
-    registry::load_file(path, options)?;
-    Ok([hashed, checked, nanos(clock)])
+    Ok((hashed, nanos(clock)))
 }
 
 /// A directory that goes with the value.
