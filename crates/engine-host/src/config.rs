@@ -19,7 +19,7 @@ mod secret;
 mod server;
 mod settings;
 
-pub use self::server::{LogConfig, LogFormat, ServerConfig, ToolParser};
+pub use self::server::{LogConfig, LogFormat, ReasoningParser, ServerConfig, ToolParser};
 pub use ::server::UnknownFields;
 pub use layer::{Origin, Override};
 pub use paths::{DEFAULT_MODEL_FILE, MODEL_ENV, default_model_path, model_cache_dir};

@@ -14,7 +14,7 @@ use crate::error::Error;
 use crate::request::{self, GenerateRequest};
 use crate::services::Metric;
 
-/// How old what resources say of themselves may be while the engine is busy: asking them takes time.
+/// Busy resources are asked no more often than this, whoever asks: it takes time from the steps.
 const FRESH: Duration = Duration::from_millis(100);
 /// How long an idle engine sleeps before it looks up.
 const IDLE: Duration = Duration::from_secs(1);
@@ -35,13 +35,13 @@ pub struct Driver {
 struct Live {
     ticket: Ticket,
     sink: Sink,
-    has_tokens: bool,
+    has_events: bool,
 }
 
 impl Driver {
-    /// For a server that holds the other end of `inbox`.
+    /// For a server that holds the other end of `inbox`, to which the engine's state is known from here on.
     pub fn new(engine: Engine, inbox: Inbox) -> Self {
-        Self {
+        let mut new = Self {
             engine,
             inbox,
             live: HashMap::new(),
@@ -49,12 +49,13 @@ impl Driver {
             snapshot: Snapshot::default(),
             asked: None,
             events: Vec::new(),
-        }
+        };
+        new.answer();
+        new
     }
 
     /// Works until it is told to stop; all requests have ended then.
     pub fn run(mut self) {
-        self.publish(true);
         loop {
             let mut next = match self.engine.is_idle() {
                 true => self.inbox.wait(IDLE),
@@ -70,7 +71,8 @@ impl Driver {
             if !self.engine.is_idle() {
                 self.step();
             }
-            self.publish(self.engine.is_idle());
+            self.take_stock();
+            self.inbox.publish(self.snapshot.clone());
         }
     }
 
@@ -82,6 +84,7 @@ impl Driver {
                     self.cancel(*rid);
                 }
             }
+            Command::Ask => self.answer(),
             Command::Stop(_) => {}
         }
     }
@@ -91,7 +94,7 @@ impl Driver {
             Ok(rid) => {
                 self.snapshot.submitted += 1;
                 self.by_ticket.insert(ticket, rid);
-                self.live.insert(rid, Live { ticket, sink, has_tokens: false });
+                self.live.insert(rid, Live { ticket, sink, has_events: false });
             }
             Err(e) => {
                 // Whoever is gone does not want to know.
@@ -100,10 +103,14 @@ impl Driver {
         }
     }
 
+    /// Ends a request that nobody reads any more.
     fn cancel(&mut self, rid: RequestId) {
         self.engine.cancel(rid);
-        self.snapshot.cancelled += 1;
-        self.let_go(rid);
+        let Some(live) = self.let_go(rid) else { return };
+        match live.sink.has_enough() {
+            true => self.snapshot.finished += 1,
+            false => self.snapshot.cancelled += 1,
+        }
     }
 
     fn let_go(&mut self, rid: RequestId) -> Option<Live> {
@@ -130,8 +137,10 @@ impl Driver {
             }
             request::Event::Finished(rid, reason, usage) => {
                 self.snapshot.finished += 1;
-                self.snapshot.cached_tokens += u64::from(usage.cached_tokens);
                 if let Some(live) = self.let_go(rid) {
+                    if !live.has_events {
+                        self.snapshot.cached_tokens += u64::from(usage.cached_tokens);
+                    }
                     let _ = live.sink.put(Event::Finished(reason, usage));
                 }
             }
@@ -151,9 +160,10 @@ impl Driver {
     fn put(&mut self, rid: RequestId, event: Event) {
         let Some(live) = self.live.get_mut(&rid) else { return };
         let mut is_read = true;
-        if !std::mem::replace(&mut live.has_tokens, true)
+        if !std::mem::replace(&mut live.has_events, true)
             && let Some(usage) = self.engine.usage_of(rid)
         {
+            self.snapshot.cached_tokens += u64::from(usage.cached_tokens);
             is_read = live.sink.put(Event::Cached(usage.cached_tokens));
         }
         if !(is_read && live.sink.put(event)) {
@@ -174,21 +184,32 @@ impl Driver {
                 let _ = sink.put(Event::Failed(why.clone()));
             }
         }
-        self.publish(true);
+        self.answer();
     }
 
-    /// Makes the state known; with `ask`, or when it has been long, with what resources say.
-    fn publish(&mut self, ask: bool) {
+    /// What is there to know without asking anybody.
+    fn take_stock(&mut self) {
         let stats = self.engine.stats();
         let snapshot = &mut self.snapshot;
         (snapshot.waiting, snapshot.running) = self.engine.load();
         snapshot.steps = stats.steps;
         snapshot.prompt_tokens = stats.prefill_tokens;
         snapshot.preemptions = stats.preemptions;
-        if ask || self.asked.is_none_or(|asked| asked.elapsed() >= FRESH) {
+        if self.engine.stopped() != snapshot.stopped.as_deref() {
+            snapshot.stopped = self.engine.stopped().map(str::to_owned);
+        }
+        if self.engine.out_of_use() != snapshot.out_of_use.as_deref() {
+            snapshot.out_of_use = self.engine.out_of_use().map(str::to_owned);
+        }
+    }
+
+    /// Makes the state known with what resources say of themselves.
+    fn answer(&mut self) {
+        self.take_stock();
+        if self.engine.is_idle() || self.asked.is_none_or(|asked| asked.elapsed() >= FRESH) {
             self.ask();
         }
-        self.inbox.publish(self.snapshot.clone());
+        self.inbox.answer(self.snapshot.clone());
     }
 
     fn ask(&mut self) {
@@ -215,7 +236,6 @@ impl Driver {
             Metric::Gauge(x) => (name, snapshot::Metric::Gauge(x)),
         });
         let metrics = Arc::new(metrics.collect());
-        let stopped = self.engine.stopped().map(str::to_owned);
         let snapshot = &mut self.snapshot;
         (snapshot.pages_used, snapshot.pages_total, snapshot.page_size) = (0, 0, 0);
         for state in resources.iter().map(|r| &r.state) {
@@ -225,7 +245,7 @@ impl Driver {
             let size = state["page_size"].as_u64().unwrap_or(0);
             snapshot.page_size = snapshot.page_size.max(size);
         }
-        (snapshot.resources, snapshot.metrics, snapshot.stopped) = (resources, metrics, stopped);
+        (snapshot.resources, snapshot.metrics) = (resources, metrics);
     }
 }
 

@@ -3,8 +3,8 @@
 use std::path::{Path, PathBuf};
 
 use engine_host::config::{
-    Activations, DEFAULT_CONFIG, Device, KvDtype, LogFormat, Origin, Override, SETTINGS,
-    ToolParser, TransferEngine, UnknownFields, default_model_path, reference, schema,
+    Activations, DEFAULT_CONFIG, Device, KvDtype, LogFormat, Origin, Override, ReasoningParser,
+    SETTINGS, ToolParser, TransferEngine, UnknownFields, default_model_path, reference, schema,
 };
 use engine_host::engine::Relief;
 use engine_host::{Config, ErrorKind};
@@ -93,11 +93,13 @@ fn every_key_is_read() {
         max_choices = 7
         unknown_fields = "ignore"
         read_timeout = 1
+        write_timeout = 3
         request_timeout = 2
         stream_buffer = 5
         drain_timeout = 6
         cors_origins = ["*"]
         tool_parser = "qwen"
+        reasoning_parser = "none"
         log_prompts = true
         [log]
         filter = "engine_host=debug"
@@ -115,9 +117,11 @@ fn every_key_is_read() {
     assert_eq!((server.max_waiting, server.max_connections, server.max_body_bytes), (0, 3, 4096));
     assert_eq!((server.max_header_bytes, server.max_choices), (8192, 7));
     assert_eq!(server.unknown_fields, UnknownFields::Ignore);
-    assert_eq!((server.read_timeout, server.request_timeout), (1, 2));
+    assert_eq!((server.read_timeout, server.write_timeout), (1, 3));
+    assert_eq!(server.request_timeout, 2);
     assert_eq!((server.stream_buffer, server.drain_timeout), (5, 6));
     assert_eq!(server.tool_parser, ToolParser::Hermes);
+    assert_eq!(server.reasoning_parser, ReasoningParser::None);
     assert_eq!((&*config.log.filter, config.log.format), ("engine_host=debug", LogFormat::Json));
     // No setting was forgotten here.
     for setting in SETTINGS {

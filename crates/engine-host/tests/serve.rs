@@ -19,7 +19,7 @@ const COMPLETE: &str = "/v1/completions";
 struct Served {
     child: Child,
     address: SocketAddr,
-    _dir: tempfile::TempDir,
+    dir: Option<tempfile::TempDir>,
 }
 
 impl Served {
@@ -35,11 +35,17 @@ impl Served {
                 if engine.is_empty() { "max_batch_tokens = 512 " } else { engine },
             )
             .replace("[model]", &format!("[model]\npath = {:?}", model_path()))
-            .replace("pages = 4096 ", kv);
+            .replace("\npages = 4096 ", &format!("\n{kv} "));
+        std::fs::write(dir.path().join("engine.toml"), text).unwrap();
+        Self::run(dir, &[])
+    }
+
+    /// With further flags.
+    fn run(dir: tempfile::TempDir, flags: &[&str]) -> Self {
         let config = dir.path().join("engine.toml");
-        std::fs::write(&config, text).unwrap();
         let mut child = Command::new(env!("CARGO_BIN_EXE_engine-host"))
             .args(["serve", "--port", "0", "--config", config.to_str().unwrap()])
+            .args(flags)
             .current_dir(dir.path())
             .stderr(Stdio::piped())
             .spawn()
@@ -51,7 +57,14 @@ impl Served {
         while !next().starts_with("ready") {}
         // What it says later must not fill the pipe.
         std::thread::spawn(move || lines.for_each(drop));
-        Self { child, address, _dir: dir }
+        Self { child, address, dir: Some(dir) }
+    }
+
+    /// Another process in the place of this one.
+    fn again(mut self, flags: &[&str]) -> Self {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+        Self::run(self.dir.take().unwrap(), flags)
     }
 
     fn new() -> Self {
@@ -301,6 +314,93 @@ fn a_signal_lets_running_requests_finish_and_takes_no_more() {
     open.read_to_string(&mut rest).unwrap();
     assert!(rest.contains("\"finish_reason\":\"length\"") && rest.contains("[DONE]"), "{rest}");
     assert_eq!(server.child.wait().unwrap().code(), Some(0));
+}
+
+/// A stream of a long answer.
+fn long_stream(server: &Served, first: u32, max_tokens: u32) -> std::net::TcpStream {
+    let prompt: Vec<u32> = (first..first + 20).collect();
+    let body = json!({ "prompt": prompt, "max_tokens": max_tokens, "ignore_eos": true, "stream": true, "temperature": 0 });
+    send(server.address, COMPLETE, "", &body.to_string())
+}
+
+#[test]
+fn a_signal_under_load_cuts_nobody_off() {
+    let mut server = Served::new().again(&["--max-batch", "4"]);
+    let streams: Vec<_> = (0..12).map(|i| long_stream(&server, 1000 + i, 40)).collect();
+    wait_until("some run and some wait", || server.load().0 == 12);
+    server.signal("-TERM");
+    wait_until("it drains", || get(server.address, "/ready").status == 503);
+    assert_eq!(post(server.address, COMPLETE, &json!({ "prompt": "x" })).status, 503);
+    for stream in streams {
+        let events = receive(stream).unwrap().events();
+        assert_eq!(events.last().unwrap()["choices"][0]["finish_reason"], "length");
+    }
+    assert_eq!(server.child.wait().unwrap().code(), Some(0));
+}
+
+#[test]
+fn what_is_not_done_when_the_time_is_up_is_told_so() {
+    let mut server = Served::new().again(&["--drain-timeout", "1"]);
+    let mut stream = long_stream(&server, 1000, 8000);
+    stream.read_exact(&mut [0; 200]).unwrap();
+    server.signal("-INT");
+    let mut rest = String::new();
+    stream.read_to_string(&mut rest).unwrap();
+    let events: Vec<&str> = rest.lines().filter_map(|l| l.strip_prefix("data: ")).collect();
+    let [.., error, "[DONE]"] = events[..] else { panic!("{rest}") };
+    let error: Value = serde_json::from_str(error).unwrap();
+    assert_eq!(error["error"]["type"], "service_unavailable", "{error}");
+    assert_eq!(server.child.wait().unwrap().code(), Some(0));
+}
+
+#[test]
+fn a_new_process_after_a_kill_finds_the_prompts_of_the_old_one() {
+    let kv = "pages = 24\ndisk_file = \"kv.pages\"\ndisk_size = \"64MiB\"";
+    let server = Served::start("max_model_len = 300", kv);
+    let ask = |server: &Served, first: u32| {
+        let prompt: Vec<u32> = (first..first + 100).collect();
+        let answer = server.post(json!({ "prompt": prompt, "max_tokens": 8, "temperature": 0 }));
+        let cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"].as_u64().unwrap();
+        (ids_of(&answer).to_owned(), cached)
+    };
+    // More than the pool holds, so that the first ones are in the file.
+    let first: Vec<(String, u64)> = (0..8).map(|i| ask(&server, 1000 + 200 * i)).collect();
+    assert!(first.iter().all(|(_, cached)| *cached == 0));
+    // In the middle of answers, which are cut.
+    let mut streams: Vec<_> = (0..3).map(|i| long_stream(&server, 5000 + i, 200)).collect();
+    for stream in &mut streams {
+        stream.read_exact(&mut [0; 200]).unwrap();
+    }
+    let server = server.again(&[]);
+    for mut stream in streams {
+        let mut rest = String::new();
+        let _ = stream.read_to_string(&mut rest);
+        assert!(!rest.contains("[DONE]"), "cut, and to be seen as that");
+    }
+    assert_eq!(server.load(), (0, 0));
+    let second: Vec<(String, u64)> = (0..8).map(|i| ask(&server, 1000 + 200 * i)).collect();
+    for ((text, _), (again, _)) in first.iter().zip(&second) {
+        assert_eq!(text, again);
+    }
+    let found = second.iter().filter(|(_, cached)| *cached == 96).count();
+    assert!(found >= 3, "{second:?}");
+}
+
+#[test]
+fn an_answer_that_ends_at_a_stop_string_is_no_cancelled_one() {
+    let server = Served::new();
+    let body = json!({ "prompt": "The capital of France is", "max_tokens": 400, "temperature": 0, "ignore_eos": true, "stop": " Paris" });
+    let answer = server.post(body);
+    assert_eq!((ids_of(&answer), &answer["choices"][0]["finish_reason"]), ("", &json!("stop")));
+    wait_until("it has left the engine", || server.load() == (0, 0));
+    let text = String::from_utf8(get(server.address, "/metrics").body).unwrap();
+    let count = |name: &str| {
+        let line = text.lines().find(|l| l.starts_with(name)).unwrap_or_else(|| panic!("{text}"));
+        line.rsplit_once(' ').unwrap().1.to_owned()
+    };
+    assert_eq!(count("engine_host_requests_finished_total"), "1");
+    assert_eq!(count("engine_host_requests_cancelled_total"), "0");
+    assert_eq!(count("vllm:request_success_total{engine=\"0\",finished_reason=\"stop\""), "1");
 }
 
 #[test]

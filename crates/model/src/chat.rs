@@ -17,6 +17,7 @@ use serde_json::Value as Json;
 use crate::error::{Error, Result};
 use crate::gguf::Gguf;
 use crate::package::{read_json_if_present, read_text_if_present};
+use crate::reasoning::ReasoningFormat;
 use crate::tokenizer::named_token;
 use crate::tool_calls::ToolFormat;
 
@@ -55,6 +56,7 @@ pub struct ChatTemplate {
     environment: Environment<'static>,
     special: Vec<(String, String)>,
     tool_format: Option<ToolFormat>,
+    reasoning_format: Option<ReasoningFormat>,
 }
 
 impl ChatTemplate {
@@ -69,7 +71,9 @@ impl ChatTemplate {
     ) -> Result<Self> {
         let mut environment = environment();
         let mut tool_format = None;
+        let mut reasoning_format = None;
         for (name, source) in templates {
+            reasoning_format = reasoning_format.or(ReasoningFormat::of_template(&source));
             let format = ToolFormat::of_template(&source);
             // The one for tools knows best.
             tool_format =
@@ -78,7 +82,12 @@ impl ChatTemplate {
                 .add_template_owned(name, without_generation_tags(&source))
                 .map_err(|e| Error::template(describe("the chat template does not compile", &e)))?;
         }
-        Ok(Self { environment, special, tool_format })
+        Ok(Self { environment, special, tool_format, reasoning_format })
+    }
+
+    /// How the model writes what it thinks before it answers, if the template shows that.
+    pub fn reasoning_format(&self) -> Option<ReasoningFormat> {
+        self.reasoning_format
     }
 
     /// The format in which the template asks the model for tool calls, if it is one of those known.

@@ -22,6 +22,7 @@ pub mod generation;
 pub mod gguf;
 pub mod node;
 pub mod package;
+pub mod reasoning;
 pub mod stop;
 #[cfg(feature = "testing")]
 pub mod testing;
@@ -43,6 +44,7 @@ pub use node::{
     Fault, NOT_SAMPLED, Node, NodeResource, NodeResources, Score, StepInput, StepOutput,
 };
 pub use package::ModelPackage;
+pub use reasoning::{ReasoningDelta, ReasoningFormat, ReasoningParser};
 pub use stop::StopStrings;
 pub use tokenizer::Tokenizer;
 pub use tool_calls::{ToolCall, ToolCallParser, ToolDelta, ToolFormat};

@@ -6,6 +6,7 @@
 //! (see [`Detokenizer`](crate::Detokenizer)).
 
 use std::borrow::Cow;
+use std::sync::OnceLock;
 
 use crate::error::{Error, Result};
 
@@ -30,6 +31,8 @@ pub struct Tokenizer {
     add_bos: bool,
     eos: Vec<u32>,
     strips_leading_space: bool,
+    /// Bytes of the longest token, once somebody has asked.
+    longest: OnceLock<usize>,
 }
 
 enum Encoder {
@@ -92,6 +95,19 @@ impl Tokenizer {
             Encoder::Json(json) => ids = json.encode(text, parse_special)?,
         }
         Ok(ids)
+    }
+
+    /// No encoding of `text` has fewer tokens than this, which takes no time to say: where nothing is
+    /// changed or left out on the way, no token stands for more bytes than the longest one.
+    pub fn least_tokens(&self, text: &str) -> usize {
+        if matches!(self.encoder, Encoder::Json(_)) {
+            return 0;
+        }
+        let longest = self.longest.get_or_init(|| {
+            let bytes = |id| self.token_bytes(id).map_or(0, <[u8]>::len);
+            (0..self.vocab_size() as u32).map(bytes).max().unwrap_or(0)
+        });
+        text.len().div_ceil((*longest).max(1))
     }
 
     /// The text of `ids`. Bytes that are no UTF-8 become U+FFFD; ids outside the vocabulary give

@@ -1,8 +1,7 @@
 //! Tool calls in what a model writes: text comes in pieces, content and calls come out.
 //!
 //! Models write calls as text, each family in its own format. The parser gives content on as soon as
-//! it cannot be the beginning of a call, and a call as a whole, once its JSON is complete: only then is
-//! it known to be one. What looked like a call and is none comes out as content, to the letter. White
+//! it cannot be the beginning of a call, and a call as a whole, once it is complete: only then is it known to be one. What looked like a call and is none comes out as content, to the letter. White
 //! space beside a call belongs to the format and is dropped. How the text was cut into pieces makes no
 //! difference.
 
@@ -10,8 +9,10 @@ use serde::Deserialize;
 use serde_json::value::RawValue;
 
 use self::object::{ObjectScanner, Progress};
+use self::tagged::{TaggedScanner, Types};
 
 mod object;
+mod tagged;
 
 /// How a family of models writes tool calls.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -21,6 +22,9 @@ pub enum ToolFormat {
     /// Llama 3: an answer that is a JSON object with `name` and `parameters`, several with `;` between
     /// them, also after `<|python_tag|>`; and `<function=name>{…}</function>`.
     Llama3,
+    /// `<tool_call><function=name><parameter=key>value</parameter></function></tool_call>`:
+    /// Qwen3-Coder.
+    Qwen3Coder,
 }
 
 /// A call of a tool.
@@ -28,7 +32,7 @@ pub enum ToolFormat {
 pub struct ToolCall {
     /// The tool.
     pub name: String,
-    /// A JSON object as the model wrote it.
+    /// A JSON object, as the model wrote it where it wrote JSON.
     pub arguments: String,
 }
 
@@ -45,7 +49,9 @@ impl ToolFormat {
     /// The format that a chat template asks the model for; `None` if it asks for none of these.
     pub fn of_template(source: &str) -> Option<Self> {
         let names = |text: &str| source.contains(text);
-        if names("<tool_call>") {
+        if names("<function=") && names("<parameter=") {
+            Some(Self::Qwen3Coder)
+        } else if names("<tool_call>") {
             Some(Self::Hermes)
         } else if names("<|python_tag|>") || names("<function=") {
             Some(Self::Llama3)
@@ -58,6 +64,8 @@ impl ToolFormat {
         match self {
             Self::Hermes => &[Opener::ToolCall],
             Self::Llama3 => &[Opener::PythonTag, Opener::Function],
+            // The outer mark is forgotten at times.
+            Self::Qwen3Coder => &[Opener::Tagged, Opener::TaggedFunction],
         }
     }
 
@@ -75,21 +83,23 @@ enum Opener {
     Function,
     /// The object itself.
     Bare,
+    Tagged,
+    TaggedFunction,
 }
 
 impl Opener {
     const fn text(self) -> &'static str {
         match self {
-            Self::ToolCall => "<tool_call>",
+            Self::ToolCall | Self::Tagged => "<tool_call>",
             Self::PythonTag => "<|python_tag|>",
-            Self::Function => "<function=",
+            Self::Function | Self::TaggedFunction => "<function=",
             Self::Bare => "",
         }
     }
 
     const fn closer(self) -> &'static str {
         match self {
-            Self::ToolCall => "</tool_call>",
+            Self::ToolCall | Self::Tagged | Self::TaggedFunction => "</tool_call>",
             Self::Function => "</function>",
             Self::PythonTag | Self::Bare => "",
         }
@@ -100,6 +110,8 @@ impl Opener {
 #[derive(Debug)]
 pub struct ToolCallParser {
     format: ToolFormat,
+    /// What bare text in a call means.
+    types: Types,
     /// Text that nothing has been said about yet.
     held: String,
     /// What may be a call, beginning in `held`.
@@ -126,6 +138,8 @@ struct Candidate {
     /// Where the object begins, once it is known.
     object: Option<usize>,
     scanner: ObjectScanner,
+    /// For calls that are written with tags.
+    tagged: Option<TaggedScanner>,
     /// Up to where `held` was looked at.
     looked: usize,
 }
@@ -140,7 +154,15 @@ enum Verdict {
 impl ToolCallParser {
     /// A parser for one answer.
     pub fn new(format: ToolFormat) -> Self {
-        Self { format, held: String::new(), candidate: None, after: After::Start }
+        let types = Types::default();
+        Self { format, types, held: String::new(), candidate: None, after: After::Start }
+    }
+
+    /// Tells which tools there are, as in the OpenAI API: some formats do not say what is a text.
+    #[must_use]
+    pub fn with_tools(mut self, tools: &serde_json::Value) -> Self {
+        self.types = Types::of(tools);
+        self
     }
 
     /// Takes the next piece of the answer.
@@ -186,7 +208,7 @@ impl ToolCallParser {
                 }
                 break;
             };
-            match candidate.look(&self.held) {
+            match candidate.look(&self.held, &self.types) {
                 Verdict::Undecided if !at_end => {
                     let before = self.held[..candidate.start].trim_end().len();
                     self.give(before, &mut deltas);
@@ -286,8 +308,13 @@ impl ToolCallParser {
 impl Candidate {
     fn new(opener: Opener, start: usize) -> Self {
         let looked = start + opener.text().len();
+        let tagged = match opener {
+            Opener::Tagged => Some(TaggedScanner::at(looked)),
+            Opener::TaggedFunction => Some(TaggedScanner::at(start)),
+            _ => None,
+        };
         let (name, scanner) = (String::new(), ObjectScanner::default());
-        Self { opener, start, name, object: None, scanner, looked }
+        Self { opener, start, name, object: None, scanner, tagged, looked }
     }
 
     /// Text before the candidate was taken away.
@@ -295,9 +322,19 @@ impl Candidate {
         self.start -= count;
         self.looked -= count;
         self.object = self.object.map(|at| at - count);
+        if let Some(tagged) = &mut self.tagged {
+            tagged.shift(count);
+        }
     }
 
-    fn look(&mut self, held: &str) -> Verdict {
+    fn look(&mut self, held: &str, types: &Types) -> Verdict {
+        if let Some(tagged) = &mut self.tagged {
+            return match tagged.look(held) {
+                tagged::Progress::Open => Verdict::Undecided,
+                tagged::Progress::Invalid => Verdict::NoCall,
+                tagged::Progress::Complete(end) => Verdict::Call(tagged.call(types), end),
+            };
+        }
         if self.opener == Opener::Function && self.name.is_empty() {
             let rest = &held[self.looked..];
             let Some(end) = rest.find('>') else {

@@ -56,6 +56,22 @@ fn weights() {
 }
 
 #[test]
+fn no_text_has_fewer_tokens_than_is_said_at_first_sight() {
+    let tokenizer = &MODEL.tokenizer;
+    let many = (0..49_152u32).filter_map(|id| tokenizer.token_bytes(id));
+    let longest = many.max_by_key(|bytes| bytes.len()).expect("a token");
+    let texts = items().iter().map(|item| text(&item["text"]).to_owned());
+    let longest = std::str::from_utf8(longest).expect("a text").repeat(100);
+    for text in texts.chain([longest, "<|im_start|>".repeat(50), "😀".repeat(99), String::new()])
+    {
+        let ids = tokenizer.encode(&text, true).expect("an encoding");
+        let least = tokenizer.least_tokens(&text);
+        assert!(least <= ids.len(), "{least} {} {text:.40}", ids.len());
+        assert!(text.is_empty() || least > 0);
+    }
+}
+
+#[test]
 fn prompts_encode_as_by_the_references() {
     for item in items() {
         let parse_special = item["parse_special"].as_bool().expect("parse_special");

@@ -168,11 +168,92 @@ fn only_what_may_be_a_mark_is_held_back() {
 }
 
 #[test]
+fn qwen3_coder_calls() {
+    let tools = serde_json::json!([{ "type": "function", "function": { "name": "f", "parameters": {
+        "type": "object", "properties": {
+            "text": { "type": "string" }, "n": { "type": "integer" }, "on": { "type": "boolean" },
+            "list": { "type": "array" }, "maybe": { "type": ["string", "null"] },
+            "any": { "anyOf": [{ "type": "number" }, { "type": "object" }] }, "untyped": {},
+        },
+    } } }]);
+    let of = |text: &str| {
+        let mut parser = ToolCallParser::new(ToolFormat::Qwen3Coder).with_tools(&tools);
+        let mut deltas = parser.push(text);
+        deltas.extend(parser.finish());
+        merged(deltas)
+    };
+    let call = |arguments: &str| {
+        ToolDelta::Call(ToolCall { name: "f".into(), arguments: arguments.into() })
+    };
+    let content = |text: &str| ToolDelta::Content(text.into());
+    let one = |key: &str, value: &str| {
+        format!(
+            "<tool_call>\n<function=f>\n<parameter={key}>\n{value}\n</parameter>\n</function>\n</tool_call>"
+        )
+    };
+    for (key, value, json) in [
+        // Text is text, to the letter, whatever it looks like.
+        ("text", "42", "\"42\""),
+        ("text", "null", "\"null\""),
+        ("text", "  two\n\nlines \n", "\"  two\\n\\nlines \\n\""),
+        ("text", "<b>\"é</parameter></b>", "\"<b>\\\"é</parameter></b>\""),
+        ("text", "</function></tool_call>", "\"</function></tool_call>\""),
+        ("text", "", "\"\""),
+        ("n", "12345678901234567890123", "12345678901234567890123"),
+        ("n", " 7 ", "7"),
+        ("n", "seven", "\"seven\""),
+        ("on", "True", "true"),
+        ("on", "false", "false"),
+        ("list", "[1, {\"a\": 2}]", "[1, {\"a\": 2}]"),
+        ("maybe", "null", "null"),
+        ("maybe", "x", "\"x\""),
+        ("any", "1.50", "1.50"),
+        ("any", "{\"a\": {}}", "{\"a\": {}}"),
+        ("untyped", "1", "\"1\""),
+        ("unknown", "1", "\"1\""),
+    ] {
+        assert_eq!(
+            of(&one(key, value)),
+            [call(&format!("{{\"{key}\": {json}}}"))],
+            "{key} {value}"
+        );
+    }
+    for (text, expected) in [
+        ("<tool_call><function=f></function></tool_call>", vec![call("{}")]),
+        // Without the outer mark, and several, with text around them.
+        (
+            "I look.\n<function=f>\n</function>\n</tool_call>\n<tool_call>\n<function=f>\n\
+             <parameter=text>a</parameter>\n<parameter=n>1</parameter>\n</function>\n</tool_call>\nDone.",
+            vec![
+                content("I look."),
+                call("{}"),
+                call("{\"text\": \"a\", \"n\": 1}"),
+                content("Done."),
+            ],
+        ),
+        ("<tool_call>\n<function=f>\n</function>", vec![call("{}")]),
+    ] {
+        assert_eq!(of(text), expected, "{text}");
+    }
+    for text in [
+        "<tool_call>{\"name\": \"f\"}</tool_call>",
+        "<tool_call>\n<function=f>\n<parameter=text>a",
+        "<tool_call>\n<function=f>\n<parameter=text>a</parameter>",
+        "<tool_call>\n<function=f g>\n</function>\n</tool_call>",
+        "<tool_call>\n<function=f>\nand <parameter=text>a</parameter></function>",
+        "a < b and <tool",
+    ] {
+        assert_eq!(of(text), [content(text)], "{text}");
+    }
+}
+
+#[test]
 fn templates_tell_the_format() {
     for (source, format) in [
         ("{{ '<tool_call>' }}", Some(ToolFormat::Hermes)),
         ("{{ '<|python_tag|>' }}", Some(ToolFormat::Llama3)),
         ("<function=example_function_name>", Some(ToolFormat::Llama3)),
+        ("<tool_call>\n<function=f>\n<parameter=a>", Some(ToolFormat::Qwen3Coder)),
         ("{{ messages }}", None),
     ] {
         assert_eq!(ToolFormat::of_template(source), format, "{source}");
@@ -200,6 +281,8 @@ fn nearly_calls() -> impl Strategy<Value = String> {
         "<|python_tag|>",
         "<function=f>",
         "</function>",
+        "<parameter=a>",
+        "</parameter>",
         "<function=",
         "{\"name\": \"f\", \"arguments\": {\"a\": \"b\"}}",
         "{\"name\": \"g\", \"parameters\": {}}",
@@ -233,10 +316,9 @@ proptest! {
     #[test]
     fn any_split_gives_the_same(
         text in nearly_calls(),
-        llama in any::<bool>(),
+        format in proptest::sample::select(vec![ToolFormat::Hermes, ToolFormat::Llama3, ToolFormat::Qwen3Coder]),
         cuts in proptest::collection::vec(0usize..200, 0..8),
     ) {
-        let format = if llama { ToolFormat::Llama3 } else { ToolFormat::Hermes };
         let run = |pieces: &mut dyn Iterator<Item = &str>| {
             let mut parser = ToolCallParser::new(format);
             let mut deltas: Vec<ToolDelta> = pieces.flat_map(|piece| parser.push(piece)).collect();

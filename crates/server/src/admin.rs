@@ -44,8 +44,8 @@ pub fn server_info(app: &App, model: &Model) -> Value {
 }
 
 /// `/v1/loads`: how busy the engine is.
-pub fn loads(model: &Model) -> Value {
-    let snapshot = model.engine.snapshot();
+pub async fn loads(model: &Model) -> Value {
+    let snapshot = model.engine.ask().await;
     let size = snapshot.page_size;
     json!({
         "version": env!("CARGO_PKG_VERSION"),
@@ -67,7 +67,7 @@ pub fn loads(model: &Model) -> Value {
 
 /// Resources, with what they say of themselves.
 pub async fn plugins(State(app): State<Arc<App>>) -> Result<Json<Value>> {
-    let snapshot = app.model()?.engine.snapshot();
+    let snapshot = app.model()?.engine.ask().await;
     let resource = |r: &crate::snapshot::ResourceSnapshot| {
         json!({
             "key": r.key,
@@ -76,6 +76,8 @@ pub async fn plugins(State(app): State<Arc<App>>) -> Result<Json<Value>> {
             "seconds": r.time.as_secs_f64(),
             "panics": r.panics,
             "is_faulted": r.is_faulted,
+            "restarts": r.restarts,
+            "bytes": r.bytes,
             "state": r.state,
         })
     };

@@ -25,6 +25,11 @@ impl FromRequest<Arc<App>> for JsonObject {
             let message = format!("the body must be of type application/json, not {kind:?}");
             return Err(ApiError::new(415, message));
         }
+        let length = request.headers().get(header::CONTENT_LENGTH);
+        let length = length.and_then(|v| v.to_str().ok()?.parse::<u64>().ok()).unwrap_or(0);
+        if length > app.options.max_body_bytes as u64 {
+            return Err(too_large(app));
+        }
         let bytes = read(request.into_body(), app).await?;
         match serde_json::from_slice(&bytes) {
             Ok(Value::Object(fields)) => Ok(Self(fields)),
@@ -34,9 +39,12 @@ impl FromRequest<Arc<App>> for JsonObject {
     }
 }
 
+fn too_large(app: &App) -> ApiError {
+    ApiError::new(413, format!("the body is larger than {} bytes", app.options.max_body_bytes))
+}
+
 async fn read(body: Body, app: &App) -> Result<axum::body::Bytes> {
     let (most, time) = (app.options.max_body_bytes, app.options.read_timeout);
-    let too_large = || ApiError::new(413, format!("the body is larger than {most} bytes"));
     let read = to_bytes(body, most);
     let read = match time {
         None => read.await,
@@ -47,7 +55,7 @@ async fn read(body: Body, app: &App) -> Result<axum::body::Bytes> {
     read.map_err(|e| {
         let source = std::error::Error::source(&e);
         match source.is_some_and(|s| s.to_string().contains("length limit")) {
-            true => too_large(),
+            true => too_large(app),
             false => ApiError::invalid("the body did not arrive whole"),
         }
     })

@@ -5,16 +5,16 @@ use std::sync::Arc;
 
 use axum::Json;
 use axum::response::{IntoResponse, Response};
-use model::{FinishReason, Tokenizer, ToolCallParser, ToolDelta, ToolFormat};
+use model::{Tokenizer, ToolCallParser};
 use serde_json::{Map, Value, json};
 
-use crate::app::{self, App, Model};
+use crate::app::{self, App};
 use crate::choice::{Choice, Delta};
 use crate::error::{ApiError, Result};
 use crate::fields::Fields;
 use crate::generation::Generation;
 use crate::logprobs;
-use crate::options::ToolCalls;
+use crate::message::Message;
 use crate::prompt;
 use crate::running::Running;
 use crate::sse::{self, Chunks};
@@ -38,7 +38,7 @@ pub async fn render(app: Arc<App>, fields: Map<String, Value>) -> Result<Respons
         let mut fields = Fields::new(fields);
         Generation::read(&mut fields, &app, model)?;
         let conversation = prompt::of_chat(&mut fields, model)?;
-        lengths(&mut fields)?;
+        form(&mut fields)?;
         fields.finish(app.options.unknown_fields)?;
         let prompt = json!({
             "prompt": conversation.text,
@@ -55,55 +55,57 @@ fn prepare(app: &App, fields: Map<String, Value>) -> Result<(Answer, Running, bo
     let mut fields = Fields::new(fields);
     let mut generation = Generation::read(&mut fields, app, model)?;
     let conversation = prompt::of_chat(&mut fields, model)?;
-    let lengths = lengths(&mut fields)?;
+    let form = form(&mut fields)?;
     fields.finish(app.options.unknown_fields)?;
 
     if app.options.log_prompts {
         tracing::info!(prompt = conversation.text, "chat");
     }
-    let max_tokens = lengths.max_tokens.unwrap_or_else(|| prompt::room(&conversation.ids, model));
-    generation.request.logprobs = lengths.logprobs;
-    let tool_format = conversation.tools.as_ref().and_then(|_| tool_format(app, model));
+    let max_tokens = form.max_tokens.unwrap_or_else(|| prompt::room(&conversation.ids, model));
+    generation.request.logprobs = form.logprobs;
+    let template = model.package.chat_template();
+    let template = || template.as_ref().ok();
+    let tool_format = app.options.tool_calls.or_of_template(|| template()?.tool_format());
+    let tools = conversation.tools.as_ref().zip(tool_format);
+    let reasoning = app.options.reasoning.or_of_template(|| template()?.reasoning_format());
     // In some vocabularies the marks of a call are control tokens.
-    generation.skip_special &= tool_format.is_none();
+    generation.skip_special &= tools.is_none();
     let choices = (0..generation.n)
         .map(|_| Choice::new(&model.package, &generation, &conversation.ids))
         .collect();
     let requests = generation.requests(&conversation.ids, max_tokens).collect();
-    let part = || Part {
-        logprobs: lengths.logprobs.map(|_| Vec::new()),
-        parser: tool_format.map(ToolCallParser::new),
-        ..Part::default()
+    let id = app.answer_id("chatcmpl");
+    let message = |i: usize| {
+        let call_id = format!("call-{}-{i}", id.strip_prefix("chatcmpl-").unwrap_or(&id));
+        let parser = tools.map(|(tools, format)| ToolCallParser::new(format).with_tools(tools));
+        Message::new(call_id, parser, form.logprobs.is_some()).with_thoughts(
+            reasoning,
+            &conversation.text,
+            form.thoughts,
+        )
     };
     let answer = Answer {
-        id: app.answer_id("chatcmpl"),
+        messages: (0..generation.n).map(message).collect(),
+        id,
         created: app::now(),
         model: model.names[0].clone(),
-        parts: (0..generation.n).map(|_| part()).collect(),
         include_usage: generation.include_usage,
-        has_top: lengths.logprobs.is_some_and(|k| k > 0),
+        has_top: form.logprobs.is_some_and(|k| k > 0),
         tokenizer: model.package.tokenizer.clone(),
     };
     let running = Running::start(model, choices, requests, generation.n)?;
     Ok((answer, running, generation.stream))
 }
 
-/// How the model's calls of tools are found.
-fn tool_format(app: &App, model: &Model) -> Option<ToolFormat> {
-    match app.options.tool_calls {
-        ToolCalls::AsText => None,
-        ToolCalls::Written(format) => Some(format),
-        ToolCalls::OfTemplate => model.package.chat_template().ok()?.tool_format(),
-    }
-}
-
-/// The fields about numbers of tokens.
-struct Lengths {
+/// What a request says of the answer's form.
+struct Form {
     max_tokens: Option<u32>,
     logprobs: Option<u32>,
+    /// Whether what the model thinks before it answers is wanted.
+    thoughts: bool,
 }
 
-fn lengths(fields: &mut Fields) -> Result<Lengths> {
+fn form(fields: &mut Fields) -> Result<Form> {
     let newer = fields.count("max_completion_tokens")?;
     let older = fields.count("max_tokens")?;
     let max_tokens = newer.or(older);
@@ -134,67 +136,8 @@ fn lengths(fields: &mut Fields) -> Result<Lengths> {
         "the model decides how many calls it makes",
         |v| v == true,
     )?;
-    Ok(Lengths { max_tokens, logprobs: logprobs.then(|| top.unwrap_or(0)) })
-}
-
-/// One answer's part of the response.
-#[derive(Debug, Default)]
-struct Part {
-    text: String,
-    logprobs: Option<Vec<Value>>,
-    finish: Option<FinishReason>,
-    /// Where the model was told of tools.
-    parser: Option<ToolCallParser>,
-    /// Calls that have not been told yet.
-    calls: Vec<Value>,
-    /// Calls so far.
-    call_count: usize,
-}
-
-impl Part {
-    fn has_news(&self) -> bool {
-        let logprobs = self.logprobs.as_ref().is_some_and(|list| !list.is_empty());
-        !self.text.is_empty() || !self.calls.is_empty() || logprobs || self.finish.is_some()
-    }
-
-    /// Takes text in; `id` is the beginning of the ids of its calls.
-    fn take_text(&mut self, text: &str, id: &str) {
-        let Some(parser) = &mut self.parser else {
-            self.text += text;
-            return;
-        };
-        let mut deltas = parser.push(text);
-        if self.finish.is_some() {
-            deltas.extend(parser.finish());
-        }
-        for delta in deltas {
-            match delta {
-                ToolDelta::Content(text) => self.text += &text,
-                ToolDelta::Call(call) => {
-                    self.calls.push(json!({
-                        "index": self.call_count,
-                        "id": format!("{id}-{}", self.call_count),
-                        "type": "function",
-                        "function": { "name": call.name, "arguments": call.arguments },
-                    }));
-                    self.call_count += 1;
-                }
-            }
-        }
-    }
-
-    fn finish_name(&self) -> Option<&'static str> {
-        match self.finish {
-            Some(FinishReason::Stop) if self.call_count > 0 => Some("tool_calls"),
-            finish => finish.map(FinishReason::name),
-        }
-    }
-
-    fn take_logprobs(&mut self) -> Value {
-        self.logprobs
-            .as_mut()
-            .map_or(Value::Null, |list| json!({ "content": std::mem::take(list), "refusal": null }))
-    }
+    let thoughts = fields.boolean("include_reasoning")?.unwrap_or(true);
+    Ok(Form { max_tokens, logprobs: logprobs.then(|| top.unwrap_or(0)), thoughts })
 }
 
 /// A response on its way.
@@ -203,7 +146,7 @@ struct Answer {
     id: String,
     created: u64,
     model: String,
-    parts: Vec<Part>,
+    messages: Vec<Message>,
     include_usage: bool,
     has_top: bool,
     tokenizer: Arc<Tokenizer>,
@@ -229,12 +172,10 @@ impl Answer {
     }
 
     fn take(&mut self, i: usize, delta: Delta) {
-        let part = &mut self.parts[i];
-        part.finish = delta.finish;
-        let id = self.id.strip_prefix("chatcmpl-").unwrap_or(&self.id);
-        part.take_text(&delta.text, &format!("call-{id}-{i}"));
-        if let (Some(list), Some(token)) = (&mut part.logprobs, &delta.token) {
-            list.push(logprobs::of_chat(&self.tokenizer, token, self.has_top));
+        let message = &mut self.messages[i];
+        message.take(&delta.text, delta.finish);
+        if let Some(token) = &delta.token {
+            message.take_logprobs(|| logprobs::of_chat(&self.tokenizer, token, self.has_top));
         }
     }
 }
@@ -249,32 +190,12 @@ impl Chunks for Answer {
                 "finish_reason": null,
             })])
         };
-        (0..self.parts.len()).map(entry).collect()
+        (0..self.messages.len()).map(entry).collect()
     }
 
     fn chunk(&mut self, i: usize, delta: Delta, choice: &Choice) -> Option<Value> {
         self.take(i, delta);
-        let part = &mut self.parts[i];
-        if !part.has_news() {
-            return None;
-        }
-        let (text, calls) = (std::mem::take(&mut part.text), std::mem::take(&mut part.calls));
-        let mut delta = Map::new();
-        if !text.is_empty() || calls.is_empty() && part.finish.is_none() {
-            delta.insert("content".into(), text.into());
-        }
-        if !calls.is_empty() {
-            delta.insert("tool_calls".into(), calls.into());
-        }
-        let mut entry = json!({
-            "index": i,
-            "delta": delta,
-            "logprobs": part.take_logprobs(),
-            "finish_reason": part.finish_name(),
-        });
-        if let Some(stop) = choice.found_stop() {
-            entry["stop_reason"] = stop.into();
-        }
+        let entry = self.messages[i].delta(i, choice)?;
         Some(self.chunk_of(vec![entry]))
     }
 
@@ -290,33 +211,8 @@ async fn collect(mut answer: Answer, mut running: Running) -> Result<Response> {
         let (i, delta) = next?;
         answer.take(i, delta);
     }
-    let parts = answer.parts.iter_mut().zip(running.choices()).enumerate();
-    let choices = parts.map(|(i, (part, choice))| {
-        let logprobs = part.take_logprobs();
-        let (text, mut calls) = (std::mem::take(&mut part.text), std::mem::take(&mut part.calls));
-        let mut message = json!({ "role": "assistant", "content": text, "refusal": null });
-        if !calls.is_empty() {
-            // Places are for streams.
-            for call in calls.iter_mut().filter_map(Value::as_object_mut) {
-                call.shift_remove("index");
-            }
-            if text.is_empty() {
-                message["content"] = Value::Null;
-            }
-            message["tool_calls"] = calls.into();
-        }
-        let mut entry = json!({
-            "index": i,
-            "message": message,
-            "logprobs": logprobs,
-            "finish_reason": part.finish_name(),
-        });
-        if let Some(stop) = choice.found_stop() {
-            entry["stop_reason"] = stop.into();
-        }
-        entry
-    });
-    let choices = choices.collect();
+    let messages = answer.messages.iter_mut().zip(running.choices()).enumerate();
+    let choices = messages.map(|(i, (message, choice))| message.whole(i, choice)).collect();
     let mut frame = answer.frame("chat.completion", choices);
     frame["usage"] = running.usage();
     Ok(Json(frame).into_response())

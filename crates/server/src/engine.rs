@@ -4,7 +4,8 @@
 //! [`Events`]; the engine's thread takes [`Command`]s from its [`Inbox`] between steps, puts what
 //! happens into the request's [`Sink`] and publishes a [`Snapshot`]. The engine's thread never waits for
 //! a reader: a sink has room for a fixed number of events, and a request whose reader falls behind by more
-//! is ended. Dropping [`Events`] cancels the request.
+//! is ended. Dropping [`Events`] cancels the request. What resources say of themselves takes time to ask
+//! for, so that is in the snapshot only when somebody [asked](Handle::ask).
 
 use std::pin::Pin;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
@@ -14,7 +15,7 @@ use std::time::{Duration, Instant};
 
 use futures_util::Stream;
 use model::{FinishReason, GenerateRequest, Token, Usage};
-use tokio::sync::mpsc as stream;
+use tokio::sync::{Notify, mpsc as stream};
 
 use crate::metrics::{Counts, TokenTimer};
 use crate::snapshot::Snapshot;
@@ -62,6 +63,8 @@ pub enum Command {
     Submit(Ticket, Box<GenerateRequest>, Sink),
     /// Let go of a request: nobody reads its events any more. It may have ended already.
     Cancel(Ticket),
+    /// Ask the resources, and [answer](Inbox::answer).
+    Ask,
     /// Fail all requests with this and come back.
     Stop(Failure),
 }
@@ -83,6 +86,8 @@ pub fn channel(limits: Limits) -> (Handle, Inbox) {
         tickets: AtomicU64::new(0),
         in_flight: AtomicUsize::new(0),
         snapshot: Mutex::default(),
+        is_asked: AtomicBool::new(false),
+        answered: Notify::new(),
         counts: Counts::new().expect("the names and borders of our metrics are valid"),
     });
     (Handle { sender, shared: shared.clone() }, Inbox { receiver, shared })
@@ -94,6 +99,9 @@ struct Shared {
     tickets: AtomicU64,
     in_flight: AtomicUsize,
     snapshot: Mutex<Arc<Snapshot>>,
+    /// An `Ask` is on its way: one is enough, however many wait for the answer.
+    is_asked: AtomicBool,
+    answered: Notify,
     counts: Counts,
 }
 
@@ -114,6 +122,7 @@ impl Handle {
         let more = |n: usize| n.checked_add(count).filter(|&sum| sum <= most);
         let in_flight = &self.shared.in_flight;
         if let Err(now) = in_flight.fetch_update(Ordering::AcqRel, Ordering::Acquire, more) {
+            self.shared.counts.failed(429);
             return Err(Failure::new(
                 429,
                 format!("the engine has {now} requests of at most {most}: try again later"),
@@ -128,15 +137,15 @@ impl Handle {
     fn submit_one(&self, request: GenerateRequest, place: Place) -> Result<Events, Failure> {
         let ticket = self.shared.tickets.fetch_add(1, Ordering::Relaxed);
         let (events, reader) = stream::channel(self.shared.limits.buffered_events);
-        let overflowed = Arc::new(AtomicBool::new(false));
+        let reading = Arc::new(Reading::default());
         let timer = TokenTimer::start();
-        let sink = Sink { events, overflowed: overflowed.clone(), timer, place };
+        let sink = Sink { events, reading: reading.clone(), timer, place };
         let gone = |_| Failure::new(503, "the engine has stopped");
         self.sender.send(Command::Submit(ticket, Box::new(request), sink)).map_err(gone)?;
         let room = self.shared.limits.buffered_events;
         let (sender, shared) = (self.sender.clone(), self.shared.clone());
         let started = Instant::now();
-        Ok(Events { reader, ticket, sender, shared, started, overflowed, room, ended: false })
+        Ok(Events { reader, ticket, sender, shared, started, reading, room, ended: false })
     }
 
     /// Requests that are in the engine or on their way to it.
@@ -149,7 +158,21 @@ impl Handle {
         self.shared.limits
     }
 
-    /// The engine's latest state.
+    /// The engine's state with what resources say of themselves now. Where the engine is in the middle of
+    /// a long step, as it was last known after a while.
+    pub async fn ask(&self) -> Arc<Snapshot> {
+        let answered = self.shared.answered.notified();
+        let mut answered = std::pin::pin!(answered);
+        // From here on no answer is missed.
+        answered.as_mut().enable();
+        let is_asked = self.shared.is_asked.swap(true, Ordering::AcqRel);
+        if is_asked || self.sender.send(Command::Ask).is_ok() {
+            let _ = tokio::time::timeout(ASKING, answered).await;
+        }
+        self.snapshot()
+    }
+
+    /// The engine's latest state. What resources say may be older: see [`Self::ask`].
     pub fn snapshot(&self) -> Arc<Snapshot> {
         self.shared.snapshot.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
@@ -165,6 +188,12 @@ impl Handle {
     }
 }
 
+/// Status of a request whose reader fell too far behind.
+const TOO_SLOW: u16 = 408;
+
+/// How long an answer of the engine is waited for.
+const ASKING: Duration = Duration::from_secs(1);
+
 /// A request's place among those that are in flight.
 #[derive(Debug)]
 struct Place(Arc<Shared>);
@@ -175,6 +204,15 @@ impl Drop for Place {
     }
 }
 
+/// What both ends of a request's events know of its reader.
+#[derive(Debug, Default)]
+struct Reading {
+    /// It fell too far behind.
+    overflowed: AtomicBool,
+    /// It has all that it wants, and the request ended well.
+    has_enough: AtomicBool,
+}
+
 /// The events of one request, in order.
 #[derive(Debug)]
 pub struct Events {
@@ -183,15 +221,16 @@ pub struct Events {
     sender: mpsc::Sender<Command>,
     shared: Arc<Shared>,
     started: Instant,
-    overflowed: Arc<AtomicBool>,
+    reading: Arc<Reading>,
     room: usize,
     ended: bool,
 }
 
 impl Events {
-    /// Counts the request as one that ended well, whether the engine says so or the front.
-    pub fn count_finished(&self, reason: FinishReason, usage: Usage) {
+    /// The request has ended well, whether the engine says so or the front, which needs no more of it.
+    pub fn finish(self, reason: FinishReason, usage: Usage) {
         self.shared.counts.finished(self.started.elapsed(), reason, usage);
+        self.reading.has_enough.store(true, Ordering::Release);
     }
 }
 
@@ -205,8 +244,8 @@ impl Stream for Events {
         }
         let event = match ready!(self.reader.poll_recv(context)) {
             Some(event) => event,
-            None if self.overflowed.load(Ordering::Acquire) => Event::Failed(Failure::new(
-                408,
+            None if self.reading.overflowed.load(Ordering::Acquire) => Event::Failed(Failure::new(
+                TOO_SLOW,
                 format!("the answer is read too slowly: more than {} tokens waited", self.room),
             )),
             None => Event::Failed(Failure::new(503, "the engine has stopped")),
@@ -228,7 +267,7 @@ impl Drop for Events {
 #[derive(Debug)]
 pub struct Sink {
     events: stream::Sender<Event>,
-    overflowed: Arc<AtomicBool>,
+    reading: Arc<Reading>,
     timer: TokenTimer,
     place: Place,
 }
@@ -246,11 +285,17 @@ impl Sink {
         match self.events.try_send(event) {
             Ok(()) => true,
             Err(stream::error::TrySendError::Full(_)) => {
-                self.overflowed.store(true, Ordering::Release);
+                self.reading.overflowed.store(true, Ordering::Release);
+                counts.failed(TOO_SLOW);
                 false
             }
             Err(stream::error::TrySendError::Closed(_)) => false,
         }
+    }
+
+    /// Whether the reader is gone because it has all that it wants: the request ended well.
+    pub fn has_enough(&self) -> bool {
+        self.reading.has_enough.load(Ordering::Acquire)
     }
 }
 
@@ -264,12 +309,25 @@ pub struct Inbox {
 impl Inbox {
     /// The next command that is there already.
     pub fn try_next(&self) -> Option<Command> {
-        self.receiver.try_recv().ok()
+        self.receiver.try_recv().ok().inspect(|command| self.taken(command))
     }
 
     /// Waits up to `time` for the next command.
     pub fn wait(&self, time: Duration) -> Option<Command> {
-        self.receiver.recv_timeout(time).ok()
+        self.receiver.recv_timeout(time).ok().inspect(|command| self.taken(command))
+    }
+
+    /// Who asks from now on wants to know what is so from now on.
+    fn taken(&self, command: &Command) {
+        if matches!(command, Command::Ask) {
+            self.shared.is_asked.store(false, Ordering::Release);
+        }
+    }
+
+    /// Makes the engine's state known to all who asked for it.
+    pub fn answer(&self, snapshot: Snapshot) {
+        self.publish(snapshot);
+        self.shared.answered.notify_waiters();
     }
 
     /// Makes the engine's state known.
@@ -314,6 +372,51 @@ mod tests {
         assert_eq!(ended[0].next().await, None);
         drop(ended);
         assert!(inbox.try_next().is_none());
+    }
+
+    #[tokio::test]
+    async fn who_has_enough_is_told_apart_from_who_left() {
+        let (handle, inbox) = pair(8, 8);
+        for ends_well in [true, false] {
+            let mut events = handle.submit(vec![GenerateRequest::default()]).unwrap();
+            let (ticket, sink) = accept(&inbox);
+            assert!(sink.put(token(1)));
+            let mut events = events.remove(0);
+            assert_eq!(events.next().await, Some(token(1)));
+            match ends_well {
+                true => events.finish(FinishReason::Stop, Usage::default()),
+                false => drop(events),
+            }
+            assert!(!sink.put(token(2)));
+            assert_eq!(sink.has_enough(), ends_well);
+            assert!(matches!(inbox.try_next(), Some(Command::Cancel(t)) if t == ticket));
+        }
+    }
+
+    #[tokio::test]
+    async fn many_ask_once_and_nobody_waits_for_ever() {
+        let (handle, inbox) = pair(2, 2);
+        let running = |running| Snapshot { running, ..Snapshot::default() };
+        let ask = |handle: &Handle| {
+            let handle = handle.clone();
+            tokio::spawn(async move { handle.ask().await.running })
+        };
+        let both = [ask(&handle), ask(&handle)];
+        tokio::task::yield_now().await;
+        inbox.publish(running(1));
+        tokio::task::yield_now().await;
+        assert!(both.iter().all(|asked| !asked.is_finished()), "that is no answer");
+        assert!(matches!(inbox.try_next(), Some(Command::Ask)));
+        assert!(inbox.try_next().is_none(), "one is enough");
+        inbox.answer(running(2));
+        for asked in both {
+            assert_eq!(asked.await.unwrap(), 2);
+        }
+        // An engine that does not come back, and one that is gone.
+        tokio::time::pause();
+        assert_eq!(handle.ask().await.running, 2);
+        drop(inbox);
+        assert_eq!(handle.ask().await.running, 2);
     }
 
     #[tokio::test]

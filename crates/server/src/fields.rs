@@ -44,9 +44,9 @@ impl Fields {
         self.read(name, "true or false", Value::as_bool)
     }
 
-    /// A whole number up to 2^32.
+    /// A whole number below 2^32.
     pub fn count(&mut self, name: &'static str) -> Result<Option<u32>> {
-        self.read(name, "a whole number from 0 up", whole)
+        self.read(name, "a whole number from 0 to 4294967295", whole)
     }
 
     pub fn string(&mut self, name: &'static str) -> Result<Option<String>> {
@@ -64,8 +64,11 @@ impl Fields {
         self.read(name, &what, |v| v.as_f64().filter(|x| (low..=high).contains(x)))
     }
 
-    pub fn token_ids(&mut self, name: &'static str) -> Result<Option<Vec<u32>>> {
-        self.read(name, "an array of token ids", token_ids)
+    /// An array of ids of a model with so many.
+    pub fn token_ids(&mut self, name: &'static str, vocab: usize) -> Result<Option<Vec<u32>>> {
+        let what = "an array of token ids";
+        let Some(list) = self.read(name, what, |v| v.as_array().cloned())? else { return Ok(None) };
+        token_ids(name, &list, vocab).map(Some)
     }
 
     /// A field whose effect is not there: `is_harmless` says which values do not ask for it.
@@ -120,10 +123,22 @@ pub fn whole(value: &Value) -> Option<u32> {
     }
 }
 
-/// An array of token ids.
-pub fn token_ids(value: &Value) -> Option<Vec<u32>> {
-    let id = |v: &Value| v.as_u64().and_then(|n| u32::try_from(n).ok());
-    value.as_array()?.iter().map(id).collect()
+/// Token ids of a model with `vocab` of them.
+///
+/// # Errors
+/// Names the first that is none.
+pub fn token_ids(name: &str, list: &[Value], vocab: usize) -> Result<Vec<u32>> {
+    let id = |(i, value): (usize, &Value)| {
+        whole(value).filter(|&id| (id as usize) < vocab).ok_or_else(|| {
+            let value = shown(value);
+            let message = format!(
+                "{name}[{i}] = {value} is no token id: those of this model are 0 to {}",
+                vocab.saturating_sub(1)
+            );
+            ApiError::field(name, message)
+        })
+    };
+    list.iter().enumerate().map(id).collect()
 }
 
 /// A value as messages show it: not at any length.

@@ -76,7 +76,9 @@ impl Generation {
             request: GenerateRequest {
                 min_tokens: fields.count("min_tokens")?.unwrap_or(0),
                 ignore_eos: fields.boolean("ignore_eos")?.unwrap_or(false),
-                stop_token_ids: fields.token_ids("stop_token_ids")?.unwrap_or_default(),
+                stop_token_ids: fields
+                    .token_ids("stop_token_ids", model.package.config.vocab)?
+                    .unwrap_or_default(),
                 timeout: timeout(fields, app.options.request_timeout)?,
                 sampling: sampling(fields, app, model)?,
                 overrides: overrides(fields)?,
@@ -173,13 +175,14 @@ fn sampling(fields: &mut Fields, app: &App, model: &Model) -> Result<Map<String,
         let penalty = fields.number_in(name, -2.0, 2.0)?.filter(|&x| x != 0.0);
         sampling.extend(penalty.map(|x| (name.into(), json!(x))));
     }
-    let top_k = fields.read("top_k", "a whole number", |v| v.as_i64())?;
+    let top_k = fields.read("top_k", "a whole number of 64 bits", |v| v.as_i64())?;
     sampling.extend(top_k.map(|k| ("top_k".into(), json!(k))));
     if let Some(bias) = logit_bias(fields, model)? {
         sampling.insert("logit_bias".into(), bias);
     }
-    let seed = fields
-        .read("seed", "a 64-bit whole number", |v| (v.is_u64() || v.is_i64()).then(|| v.clone()))?;
+    let seed = fields.read("seed", "a whole number of 64 bits", |v| {
+        (v.is_u64() || v.is_i64()).then(|| v.clone())
+    })?;
     sampling.insert("seed".into(), seed.unwrap_or_else(|| json!(app.random_number())));
     Ok(sampling)
 }

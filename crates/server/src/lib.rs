@@ -6,7 +6,7 @@
 //!
 //! A request's way: [`routes`] and [`guard`] let it in, [`body`] reads it, [`fields`], [`generation`] and
 //! [`prompt`] make requests of it, [`running`] gathers what the engine tells of them, [`choice`] makes text
-//! of that, and [`completions`] or [`chat`] write it, as one object or through [`sse`].
+//! of that, and [`completions`] or [`chat`] (with [`message`]) write it, as one object or through [`sse`].
 
 #![forbid(unsafe_code)]
 
@@ -23,6 +23,7 @@ pub mod generation;
 pub mod guard;
 pub mod listen;
 pub mod logprobs;
+pub mod message;
 pub mod metrics;
 pub mod openapi;
 pub mod options;
@@ -31,7 +32,8 @@ pub mod routes;
 pub mod running;
 pub mod snapshot;
 pub mod sse;
+pub mod stall;
 pub mod tokens;
 
 pub use app::{App, Model};
-pub use options::{ApiKey, ServerOptions, ToolCalls, UnknownFields};
+pub use options::{ApiKey, Format, ServerOptions, UnknownFields};

@@ -15,6 +15,7 @@ use tokio::sync::{Semaphore, watch};
 use tower::ServiceExt;
 
 use crate::app::App;
+use crate::stall::Impatient;
 
 /// How long idle connections may take to close once the server ends.
 const CLOSING: Duration = Duration::from_secs(2);
@@ -62,6 +63,7 @@ pub async fn serve(
             request.extensions_mut().insert(ConnectInfo(peer));
             router.clone().oneshot(request)
         });
+        let stream = Impatient::new(stream, app.options.write_timeout);
         let connection = builder.serve_connection(TokioIo::new(stream), service);
         let connection = open.watch(connection);
         tokio::spawn(async move {

@@ -239,8 +239,8 @@ pub fn render(model: &str, counts: &Counts, snapshot: &Snapshot) -> prometheus::
     ] {
         page.counter(name, help, &all, value as f64)?;
     }
-    let stopped = f64::from(u8::from(snapshot.stopped.is_some()));
-    page.gauge("engine_host_stopped", "1 if the engine takes no more requests", &all, stopped)?;
+    let stopped = f64::from(u8::from(snapshot.trouble().is_some()));
+    page.gauge("engine_host_stopped", "1 if no request can be answered any more", &all, stopped)?;
     page.resources(snapshot)?;
     page.families.extend(counts.families(&all));
     page.text()

@@ -3,7 +3,7 @@
 use std::net::IpAddr;
 use std::time::Duration;
 
-use model::ToolFormat;
+use model::{ReasoningFormat, ToolFormat};
 
 /// Settings, with defaults that are safe on a developer's machine.
 #[derive(Clone, Debug, PartialEq)]
@@ -28,6 +28,8 @@ pub struct ServerOptions {
     pub max_connections: usize,
     /// Time for a request's head, and again for its body, to arrive; `None`: any.
     pub read_timeout: Option<Duration>,
+    /// Time that a client may take nothing of an answer that waits for it; `None`: any.
+    pub write_timeout: Option<Duration>,
     /// Longest that a generation may take, waiting included; requests may ask for less.
     pub request_timeout: Option<Duration>,
     /// Tokens that wait for a slow reader before its request is ended.
@@ -41,7 +43,9 @@ pub struct ServerOptions {
     /// What happens to fields that the server does not know.
     pub unknown_fields: UnknownFields,
     /// How calls of tools are found in what the model writes.
-    pub tool_calls: ToolCalls,
+    pub tool_calls: Format<ToolFormat>,
+    /// How the model's thoughts are told apart from its answer.
+    pub reasoning: Format<ReasoningFormat>,
 }
 
 impl Default for ServerOptions {
@@ -57,26 +61,39 @@ impl Default for ServerOptions {
             max_header_bytes: 32 << 10,
             max_connections: 1024,
             read_timeout: Some(Duration::from_secs(30)),
+            write_timeout: Some(Duration::from_secs(60)),
             request_timeout: None,
             stream_buffer: 4096,
             drain_timeout: Duration::from_secs(30),
             cors_origins: Vec::new(),
             log_prompts: false,
             unknown_fields: UnknownFields::Refuse,
-            tool_calls: ToolCalls::OfTemplate,
+            tool_calls: Format::OfTemplate,
+            reasoning: Format::OfTemplate,
         }
     }
 }
 
-/// How calls of tools are found in what the model writes.
+/// In which format something stands in what the model writes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum ToolCalls {
-    /// In the format that the model's chat template asks for.
+pub enum Format<T> {
+    /// In the one that the model's chat template shows.
     OfTemplate,
-    /// Not at all: they stay text.
+    /// It is not looked for, and stays text.
     AsText,
-    /// In this format.
-    Written(ToolFormat),
+    /// In this one.
+    Is(T),
+}
+
+impl<T> Format<T> {
+    /// The format; `None` where nothing is looked for.
+    pub fn or_of_template(self, of_template: impl FnOnce() -> Option<T>) -> Option<T> {
+        match self {
+            Self::OfTemplate => of_template(),
+            Self::AsText => None,
+            Self::Is(format) => Some(format),
+        }
+    }
 }
 
 /// A key. Never shown.

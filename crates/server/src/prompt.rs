@@ -1,6 +1,6 @@
 //! From what a request sends to the token ids of its prompts.
 
-use model::{ChatInput, ModelPackage};
+use model::ChatInput;
 use serde_json::{Map, Value};
 
 use crate::app::Model;
@@ -17,51 +17,60 @@ pub fn of_completion(fields: &mut Fields, model: &Model) -> Result<Vec<Vec<u32>>
         let what = "a text, an array of token ids, or an array of either";
         ApiError::field("prompt", format!("prompt must be {what}, got {}", shown(&prompt)))
     };
-    let one = |value: &Value| match value {
-        Value::String(text) => encode(&model.package, text, special),
-        Value::Array(_) => check_ids(token_ids(value).ok_or_else(wrong)?, model),
+    let vocab = model.package.config.vocab;
+    let one = |name: &str, value: &Value| match value {
+        Value::String(text) => encode(model, text, special),
+        Value::Array(list) => token_ids(name, list, vocab),
         _ => Err(wrong()),
+    };
+    let several = |list: &[Value]| {
+        let named = list.iter().enumerate();
+        named.map(|(i, value)| one(&format!("prompt[{i}]"), value)).collect()
     };
     let prompts = match &prompt {
         Value::Array(list) if list.is_empty() => Err(wrong()),
-        Value::Array(list) if !list[0].is_number() => list.iter().map(one).collect(),
-        other => one(other).map(|ids| vec![ids]),
-    }?;
+        Value::Array(list) if !list[0].is_number() => several(list),
+        other => one("prompt", other).map(|ids| vec![ids]),
+    };
+    let prompts: Vec<Vec<u32>> =
+        prompts.map_err(|e: ApiError| ApiError { param: Some("prompt".into()), ..e })?;
     prompts.iter().try_for_each(|ids| check_length(ids, model, "prompt"))?;
     Ok(prompts)
 }
 
-fn encode(package: &ModelPackage, text: &str, special: bool) -> Result<Vec<u32>> {
-    let ids = package.tokenizer.encode(text, false);
+fn encode(model: &Model, text: &str, special: bool) -> Result<Vec<u32>> {
+    let tokenizer = &model.package.tokenizer;
+    check_text(text, model, "prompt")?;
+    let ids = tokenizer.encode(text, false);
     let ids = ids.map_err(|e| ApiError::field("prompt", format!("prompt: {e}")))?;
-    Ok(if special { package.tokenizer.with_bos(ids) } else { ids })
+    Ok(if special { tokenizer.with_bos(ids) } else { ids })
 }
 
-fn check_ids(ids: Vec<u32>, model: &Model) -> Result<Vec<u32>> {
-    let vocab = model.package.config.vocab;
-    match ids.iter().find(|&&id| id as usize >= vocab) {
-        None => Ok(ids),
-        Some(id) => {
-            let message = format!("prompt has token id {id}; ids of this model are below {vocab}");
-            Err(ApiError::field("prompt", message))
-        }
+/// Refuses a text that is too long whatever its tokens are: to find those of megabytes takes seconds.
+fn check_text(text: &str, model: &Model, param: &str) -> Result<()> {
+    let least = model.package.tokenizer.least_tokens(text);
+    match least >= model.max_model_len as usize {
+        true => Err(too_long(&format!("at least {least}"), model, param)),
+        false => Ok(()),
     }
 }
 
 /// Refuses what leaves no room for an answer.
 pub fn check_length(ids: &[u32], model: &Model, param: &str) -> Result<()> {
-    let (len, most) = (ids.len(), model.max_model_len as usize);
-    if len == 0 {
-        return Err(ApiError::field(param, format!("{param} has no tokens")));
+    match ids.len() {
+        0 => Err(ApiError::field(param, format!("{param} has no tokens"))),
+        len if len >= model.max_model_len as usize => Err(too_long(&len.to_string(), model, param)),
+        _ => Ok(()),
     }
-    if len >= most {
-        let message = format!(
-            "{param} has {len} tokens; with one generated token it would exceed the model's \
-             maximum context length of {most}"
-        );
-        return Err(ApiError::field(param, message).with_code("context_length_exceeded"));
-    }
-    Ok(())
+}
+
+fn too_long(tokens: &str, model: &Model, param: &str) -> ApiError {
+    let message = format!(
+        "{param} has {tokens} tokens; with one generated token it would exceed the model's \
+         maximum context length of {}",
+        model.max_model_len
+    );
+    ApiError::field(param, message).with_code("context_length_exceeded")
 }
 
 /// Most tokens that an answer to `ids` can have: the model's context, or what the caches hold in all.
@@ -107,6 +116,7 @@ pub fn of_chat(fields: &mut Fields, model: &Model) -> Result<Conversation> {
     let wrong = |e: model::Error| ApiError::field("messages", e.to_string());
     let package = &model.package;
     let text = package.chat_template().and_then(|t| t.render(&input)).map_err(wrong)?;
+    check_text(&text, model, "messages")?;
     let ids = package.tokenizer.encode(&text, true).map_err(wrong)?;
     // Many templates write the beginning-of-sequence token themselves.
     let ids = package.tokenizer.with_bos(ids);
@@ -151,14 +161,20 @@ fn normalize(message: Value) -> Result<Value, String> {
     if let Some(calls) = calls {
         parse_arguments(calls)?;
     }
+    // vLLM has two names for it, templates know the older one.
+    if let Some(thoughts) = message.remove("reasoning") {
+        message.entry("reasoning_content").or_insert(thoughts);
+    }
+    let has_more =
+        ["function_call", "reasoning_content"].iter().any(|key| message.contains_key(*key));
     match message.get("content") {
         Some(Value::String(_)) => {}
         Some(Value::Array(parts)) => {
             let text = parts.iter().map(text_of_part).collect::<Result<Vec<_>, _>>()?;
             message.insert("content".into(), text.join("\n").into());
         }
-        // As templates see it, a message that only calls has no text.
-        None | Some(Value::Null) if has_calls || message.contains_key("function_call") => {
+        // As templates see it, a message that only calls or thinks has no text.
+        None | Some(Value::Null) if has_calls || has_more => {
             message.insert("content".into(), "".into());
         }
         None | Some(Value::Null) => return Err(".content is missing".into()),

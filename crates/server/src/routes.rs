@@ -4,7 +4,8 @@ use std::sync::Arc;
 
 use axum::Json;
 use axum::Router;
-use axum::extract::{Request, State};
+use axum::extract::rejection::PathRejection;
+use axum::extract::{Path, Request, State};
 use axum::http::{HeaderName, HeaderValue, Method, header};
 use axum::middleware::{self, Next};
 use axum::response::{IntoResponse, Response};
@@ -98,10 +99,10 @@ async fn wrong_method(request: Request) -> ApiError {
 async fn health(State(app): State<Arc<App>>) -> Response {
     let (done, total) = app.progress();
     let loading = json!({ "status": "loading", "loaded_bytes": done, "total_bytes": total });
-    let stopped = app.loaded_model().map(|model| model.engine.snapshot().stopped.clone());
-    let (status, body) = match stopped {
+    let trouble = app.loaded_model().map(|model| model.engine.snapshot().trouble());
+    let (status, body) = match trouble {
         None => (503, loading),
-        Some(Some(why)) => (503, json!({ "status": "stopped", "message": why })),
+        Some(Some(why)) => (503, json!({ "status": "out of use", "message": why })),
         Some(None) if app.is_draining() => (200, json!({ "status": "draining" })),
         Some(None) => (200, json!({ "status": "ok" })),
     };
@@ -112,8 +113,8 @@ async fn health(State(app): State<Arc<App>>) -> Response {
 /// 200 while new requests are taken.
 async fn ready(State(app): State<Arc<App>>) -> Result<Response> {
     let model = app.model_to_run()?;
-    match &model.engine.snapshot().stopped {
-        Some(why) => Err(ApiError::new(503, why.clone())),
+    match model.engine.snapshot().trouble() {
+        Some(why) => Err(ApiError::new(503, why)),
         None => Ok(Json(json!({ "status": "ready" })).into_response()),
     }
 }
@@ -121,7 +122,7 @@ async fn ready(State(app): State<Arc<App>>) -> Result<Response> {
 /// Without a key, as scrapers expect it: there are numbers in it, and names of resources.
 async fn metrics(State(app): State<Arc<App>>) -> Result<Response> {
     let model = app.model()?;
-    let (counts, snapshot) = (model.engine.counts(), model.engine.snapshot());
+    let (counts, snapshot) = (model.engine.counts(), model.engine.ask().await);
     let text = metrics::render(&model.names[0], counts, &snapshot)
         .map_err(|e| ApiError::new(500, format!("the metrics cannot be written: {e}")))?;
     Ok(([(header::CONTENT_TYPE, metrics::CONTENT_TYPE)], text).into_response())
@@ -140,9 +141,11 @@ async fn models(State(app): State<Arc<App>>) -> Result<Json<Value>> {
 
 async fn one_model(
     State(app): State<Arc<App>>,
-    axum::extract::Path(id): axum::extract::Path<String>,
+    id: Result<Path<String>, PathRejection>,
 ) -> Result<Json<Value>> {
     let model = app.model()?;
+    let Path(id) =
+        id.map_err(|e| ApiError::invalid(format!("the path cannot be read: {}", e.body_text())))?;
     match model.names.contains(&id) {
         true => Ok(Json(admin::model_entry(&app, model, &id))),
         false => {
@@ -184,5 +187,5 @@ async fn server_info(State(app): State<Arc<App>>) -> Result<Json<Value>> {
 }
 
 async fn loads(State(app): State<Arc<App>>) -> Result<Json<Value>> {
-    Ok(Json(admin::loads(app.model()?)))
+    Ok(Json(admin::loads(app.model()?).await))
 }

@@ -69,7 +69,7 @@ impl Running {
             match &taken {
                 Ok(Delta { finish: Some(reason), .. }) => {
                     if let Some(events) = self.events[i].take() {
-                        events.count_finished(*reason, self.choices[i].usage());
+                        events.finish(*reason, self.choices[i].usage());
                     }
                 }
                 Ok(_) => {}

@@ -28,9 +28,21 @@ pub struct Snapshot {
     pub page_size: u64,
     /// Why the engine takes no more requests, if so.
     pub stopped: Option<String>,
+    /// A resource that panicked and is not built anew, if there is one.
+    pub out_of_use: Option<String>,
     pub resources: Arc<[ResourceSnapshot]>,
     /// What resources count and measure, by `resource.name`.
     pub metrics: Arc<BTreeMap<String, Metric>>,
+}
+
+impl Snapshot {
+    /// Why no request can be answered any more, if so.
+    pub fn trouble(&self) -> Option<String> {
+        let broken = |key: &String| {
+            format!("resource `{key}` has panicked and is out of use: start the server again")
+        };
+        self.stopped.clone().or_else(|| self.out_of_use.as_ref().map(broken))
+    }
 }
 
 /// One resource.

@@ -5,10 +5,9 @@ mod support;
 use std::io::{Read, Write};
 use std::time::Duration;
 
-use model::ToolFormat;
 use serde_json::{Value, json};
 use server::engine::Failure;
-use server::{ApiKey, ServerOptions, ToolCalls, UnknownFields};
+use server::{ApiKey, ServerOptions, UnknownFields};
 use support::http::{self, get, post, receive, send, text_of, wait_until};
 use support::{Script, Server, counts, says};
 
@@ -164,9 +163,17 @@ fn log_probabilities_have_a_floor_and_the_forms_of_the_api() {
 fn wrong_requests_are_told_what_is_wrong_and_harm_nobody() {
     let server = server("ok");
     let cases: Vec<(&str, Value, u16, &str)> = vec![
-        (COMPLETE, json!({ "prompt": [200000] }), 400, "prompt has token id 200000"),
-        (COMPLETE, json!({ "prompt": [-1] }), 400, "prompt must be"),
-        (COMPLETE, json!({ "prompt": [[1], [270000]] }), 400, "270000"),
+        (COMPLETE, json!({ "prompt": [200000] }), 400, "prompt[0] = 200000 is no token id"),
+        (COMPLETE, json!({ "prompt": [-1] }), 400, "prompt[0] = -1 is no token id"),
+        (COMPLETE, json!({ "prompt": [1, "a"] }), 400, "prompt[1] = \"a\" is no token id"),
+        (COMPLETE, json!({ "prompt": ["a", 1] }), 400, "prompt must be"),
+        (COMPLETE, json!({ "prompt": [[1], [270000]] }), 400, "prompt[1][0] = 270000"),
+        (
+            COMPLETE,
+            json!({ "prompt": "a", "stop_token_ids": [1, -1] }),
+            400,
+            "stop_token_ids[1] = -1",
+        ),
         (COMPLETE, json!({ "prompt": [] }), 400, "prompt must be"),
         (COMPLETE, json!({ "prompt": [[]] }), 400, "no tokens"),
         (COMPLETE, json!({ "prompt": "" }), 400, "no tokens"),
@@ -223,7 +230,8 @@ fn wrong_requests_are_told_what_is_wrong_and_harm_nobody() {
             "takes text only",
         ),
         ("/detokenize", json!({ "tokens": [999999] }), 400, "999999"),
-        ("/detokenize", json!({ "tokens": [-1] }), 400, "token ids"),
+        ("/detokenize", json!({ "tokens": [-1] }), 400, "tokens[0] = -1 is no token id"),
+        ("/detokenize", json!({ "tokens": 7 }), 400, "array of token ids"),
         ("/nowhere", json!({}), 404, "no route POST /nowhere"),
     ];
     for (path, body, status, part) in cases {
@@ -236,6 +244,43 @@ fn wrong_requests_are_told_what_is_wrong_and_harm_nobody() {
         let answer = receive(send(server.address, COMPLETE, "", body)).unwrap();
         assert_eq!(answer.status, 400, "{body:.40}");
         answer.error();
+    }
+    // Whole numbers of more than 64 bits, which JSON has and computers do not.
+    for (fields, part) in [
+        ("\"prompt\": [18446744073709551616]", "prompt[0] = 1.8446744073709552e+19 is no token id"),
+        ("\"prompt\": [[1], [18446744073709551617]]", "prompt[1][0] = "),
+        (
+            "\"prompt\": \"a\", \"seed\": 18446744073709551616",
+            "seed must be a whole number of 64 bits",
+        ),
+        (
+            "\"prompt\": \"a\", \"seed\": -9223372036854775809",
+            "seed must be a whole number of 64 bits",
+        ),
+        (
+            "\"prompt\": \"a\", \"top_k\": 9223372036854775808",
+            "top_k must be a whole number of 64 bits",
+        ),
+        (
+            "\"prompt\": \"a\", \"max_tokens\": 4294967296",
+            "max_tokens must be a whole number from 0 to",
+        ),
+        (
+            "\"prompt\": \"a\", \"max_tokens\": 18446744073709551616",
+            "max_tokens must be a whole number",
+        ),
+        ("\"prompt\": \"a\", \"n\": 99999999999999999999", "n must be a whole number"),
+        ("\"prompt\": \"a\", \"logit_bias\": {\"18446744073709551616\": 1}", "not a token id"),
+        ("\"prompt\": \"a\", \"stop_token_ids\": [18446744073709551616]", "stop_token_ids[0] = "),
+        ("\"prompt\": \"a\", \"temperature\": 1e999", "out of range"),
+    ] {
+        let answer = receive(send(server.address, COMPLETE, "", &format!("{{{fields}}}"))).unwrap();
+        let message = answer.error();
+        assert!(answer.status == 400 && message.contains(part), "{fields}: {message}");
+    }
+    for path in ["/v1/models/a%ff", "/v1/models/none"] {
+        let answer = get(server.address, path);
+        assert!(matches!(answer.status, 400 | 404), "{path}: {}", answer.error());
     }
     assert_eq!(get(server.address, CHAT).status, 405);
     assert_eq!(get(server.address, "/health").status, 200);
@@ -339,6 +384,22 @@ fn a_reader_that_does_not_read_is_ended_and_blocks_nobody() {
 }
 
 #[test]
+fn who_takes_nothing_loses_the_connection() {
+    let options = ServerOptions {
+        max_connections: 1,
+        write_timeout: Some(Duration::from_millis(500)),
+        ..ServerOptions::default()
+    };
+    let server = Server::new(options, |_| Script { pause: Duration::ZERO, ..endless() });
+    let body = chat(json!({ "stream": true, "max_tokens": 1_000_000_000 })).to_string();
+    let stuck = send(server.address, CHAT, "", &body);
+    // There is one place, so somebody else is answered once the first one is given up.
+    assert_eq!(get(server.address, "/health").status, 200);
+    assert_eq!(counts(&server).1, 1);
+    drop(stuck);
+}
+
+#[test]
 fn keys_are_asked_for_everywhere_but_where_health_is_asked() {
     let options = ServerOptions {
         api_keys: vec![ApiKey("k1".into()), ApiKey("k2".into())],
@@ -392,6 +453,11 @@ fn bodies_and_heads_are_limited_in_size_and_time() {
     let body = complete(json!({ "prompt": "x".repeat(2000) })).to_string();
     let answer = receive(send(server.address, COMPLETE, "", &body)).unwrap();
     assert_eq!(answer.status, 413, "{}", answer.error());
+    // What says that it is larger is not waited for.
+    let mut announced = http::connect(server.address);
+    let head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Type: application/json\r\nContent-Length: 99999999999\r\n\r\n{";
+    announced.write_all(head.as_bytes()).unwrap();
+    assert_eq!(receive(announced).unwrap().status, 413);
     let long = format!("X-Long: {}\r\n", "y".repeat(200_000));
     // A refusal may be lost when the connection is closed under what is still being sent.
     if let Ok(answer) = receive(send(server.address, "/v1/models", &long, "")) {
@@ -453,61 +519,6 @@ fn text_becomes_ids_and_ids_text() {
     assert_eq!(tokens["tokens"], render["prompt_token_ids"]);
 }
 
-/// A chat with a tool, over a server that finds calls in this format.
-fn with_tools(format: ToolFormat, text: &'static str) -> (Value, Value, Vec<Value>) {
-    let tool_calls = ToolCalls::Written(format);
-    let options = ServerOptions { tool_calls, ..ServerOptions::default() };
-    let server = Server::new(options, move |_| says(text));
-    let tools = json!([{ "type": "function", "function": { "name": "f" } }]);
-    let whole = post(server.address, CHAT, &chat(json!({ "tools": tools }))).json();
-    let stream = post(server.address, CHAT, &chat(json!({ "tools": tools, "stream": true })));
-    let deltas = stream.events().into_iter().map(|event| event["choices"][0].clone()).collect();
-    let without = post(server.address, CHAT, &chat(json!({}))).json();
-    (whole["choices"][0].clone(), without["choices"][0].clone(), deltas)
-}
-
-#[test]
-fn calls_of_tools_are_told_apart_from_text() {
-    let text = "Let me see.\n<tool_call>\n{\"name\": \"f\", \"arguments\": {\"a\": [1, \"é\"]}}\n</tool_call>\n\
-                <tool_call>\n{\"name\": \"g\", \"arguments\": {}}\n</tool_call>";
-    let (whole, without, deltas) = with_tools(ToolFormat::Hermes, text);
-    assert_eq!(whole["message"]["content"], "Let me see.");
-    let calls = whole["message"]["tool_calls"].as_array().unwrap();
-    let functions: Vec<&Value> = calls.iter().map(|call| &call["function"]).collect();
-    let expected = [
-        json!({ "name": "f", "arguments": "{\"a\": [1, \"é\"]}" }),
-        json!({ "name": "g", "arguments": "{}" }),
-    ];
-    assert_eq!(functions, expected.iter().collect::<Vec<_>>());
-    assert_ne!(calls[0]["id"], calls[1]["id"]);
-    assert!(calls.iter().all(|call| call["type"] == "function" && call.get("index").is_none()));
-    // Nobody asked for tools: what looks like a call is text.
-    assert_eq!(without["message"]["content"], text);
-
-    let text: String = deltas.iter().filter_map(|d| d["delta"]["content"].as_str()).collect();
-    assert_eq!(text, "Let me see.");
-    let told: Vec<&Value> =
-        deltas.iter().filter_map(|d| d["delta"]["tool_calls"].as_array()).flatten().collect();
-    assert_eq!(told.len(), 2);
-    for (i, call) in told.iter().enumerate() {
-        assert_eq!((&call["index"], &call["function"]), (&json!(i), &expected[i]));
-    }
-}
-
-#[test]
-fn an_answer_that_is_a_call_has_no_content_and_its_own_reason() {
-    let call = "{\"name\": \"f\", \"parameters\": {}}";
-    let (whole, _, deltas) = with_tools(ToolFormat::Llama3, call);
-    assert_eq!(whole["message"]["content"], Value::Null);
-    assert_eq!(whole["message"]["tool_calls"][0]["function"]["name"], "f");
-    assert_eq!(whole["finish_reason"], "tool_calls");
-    assert_eq!(deltas.last().unwrap()["finish_reason"], "tool_calls");
-    let (whole, ..) = with_tools(ToolFormat::Llama3, "{\"name\": \"f\", \"parameters\": {");
-    assert_eq!(whole["finish_reason"], "stop");
-    assert_eq!(whole["message"]["content"], "{\"name\": \"f\", \"parameters\": {");
-    assert!(whole["message"].get("tool_calls").is_none());
-}
-
 #[test]
 fn metrics_are_there_without_a_key_and_count_requests() {
     let keys = vec![ApiKey("k".into())];
@@ -533,4 +544,25 @@ fn metrics_are_there_without_a_key_and_count_requests() {
     // The front has ended it at the stop string; the engine does not know why.
     assert_eq!(value("vllm:e2e_request_latency_seconds_count"), 1.0);
     assert!(text().contains("finished_reason=\"stop\",model_name=\"tiny\"} 1"), "{}", text());
+}
+
+#[test]
+fn an_answer_that_ends_at_a_stop_string_ended_well() {
+    let server = Server::new(ServerOptions::default(), |_| Script {
+        pause: Duration::from_millis(1),
+        ..endless()
+    });
+    for stream in [true, false] {
+        let body = chat(json!({ "stop": ["la la"], "stream": stream, "max_tokens": 1000 }));
+        assert_eq!(post(server.address, CHAT, &body).status, 200);
+    }
+    let count = |name: &str| {
+        let text = String::from_utf8(get(server.address, "/metrics").body).unwrap();
+        let line = text.lines().find(|l| l.starts_with(name)).unwrap_or_else(|| panic!("{text}"));
+        line.rsplit_once(' ').unwrap().1.to_owned()
+    };
+    wait_until("both have left the engine", || count("vllm:num_requests_running") == "0");
+    assert_eq!(counts(&server), (2, 0), "none was cancelled");
+    let stops = "vllm:request_success_total{engine=\"0\",finished_reason=\"stop\"";
+    assert_eq!(count(stops), "2");
 }

@@ -7,9 +7,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use clap::Args;
-use model::ToolFormat;
+use model::{ReasoningFormat, ToolFormat};
 use server::engine::{self, Failure, Handle};
-use server::{ApiKey, App, Model, ServerOptions, ToolCalls};
+use server::{ApiKey, App, Format, Model, ServerOptions};
 use tokio::net::TcpListener;
 use tokio::runtime::Runtime;
 use tokio::signal::unix::{SignalKind, signal};
@@ -17,7 +17,7 @@ use tokio::sync::watch;
 
 use super::ConfigArg;
 use super::settings::ServerFlags;
-use crate::config::{Config, ServerConfig, ToolParser};
+use crate::config::{Config, ReasoningParser, ServerConfig, ToolParser};
 use crate::driver::Driver;
 use crate::error::{Error, ErrorKind, Result};
 use crate::setup::{self, Loaded};
@@ -41,6 +41,7 @@ impl ServeArgs {
 
 fn options(config: &ServerConfig) -> Result<ServerOptions> {
     let seconds = Duration::from_secs;
+    let unless_zero = |time: u64| (time > 0).then(|| seconds(time));
     let keys = config.all_keys()?;
     Ok(ServerOptions {
         host: config.host,
@@ -52,18 +53,25 @@ fn options(config: &ServerConfig) -> Result<ServerOptions> {
         max_body_bytes: config.max_body_bytes,
         max_header_bytes: config.max_header_bytes,
         max_connections: config.max_connections,
-        read_timeout: (config.read_timeout > 0).then(|| seconds(config.read_timeout)),
-        request_timeout: (config.request_timeout > 0).then(|| seconds(config.request_timeout)),
+        read_timeout: unless_zero(config.read_timeout),
+        write_timeout: unless_zero(config.write_timeout),
+        request_timeout: unless_zero(config.request_timeout),
         stream_buffer: config.stream_buffer,
         drain_timeout: seconds(config.drain_timeout),
         cors_origins: config.cors_origins.clone(),
         log_prompts: config.log_prompts,
         unknown_fields: config.unknown_fields,
         tool_calls: match config.tool_parser {
-            ToolParser::Auto => ToolCalls::OfTemplate,
-            ToolParser::None => ToolCalls::AsText,
-            ToolParser::Hermes => ToolCalls::Written(ToolFormat::Hermes),
-            ToolParser::Llama3 => ToolCalls::Written(ToolFormat::Llama3),
+            ToolParser::Auto => Format::OfTemplate,
+            ToolParser::None => Format::AsText,
+            ToolParser::Hermes => Format::Is(ToolFormat::Hermes),
+            ToolParser::Llama3 => Format::Is(ToolFormat::Llama3),
+            ToolParser::Qwen3Coder => Format::Is(ToolFormat::Qwen3Coder),
+        },
+        reasoning: match config.reasoning_parser {
+            ReasoningParser::Auto => Format::OfTemplate,
+            ReasoningParser::None => Format::AsText,
+            ReasoningParser::Think => Format::Is(ReasoningFormat::Think),
         },
     })
 }
@@ -111,6 +119,7 @@ fn serve(config: &Config, app: &Arc<App>, address: SocketAddr) -> Result<()> {
         requests: limits.max_batch as usize + app.options.max_waiting,
         buffered_events: app.options.stream_buffer,
     });
+    let driver = Driver::new(engine, inbox);
     app.set_model(Model {
         package: Arc::new(model),
         engine: handle,
@@ -123,7 +132,7 @@ fn serve(config: &Config, app: &Arc<App>, address: SocketAddr) -> Result<()> {
         return Ok(());
     }
     note!("ready: http://{address}/v1");
-    Driver::new(engine, inbox).run();
+    driver.run();
     Ok(())
 }
 

@@ -35,6 +35,8 @@ pub struct ServerConfig {
     /// Seconds that a request's head, and again its body, may take to arrive, 0 for any
     /// time; default 30.
     pub read_timeout: u64,
+    /// Seconds that a client may take nothing of an answer, 0 for any time; default 60.
+    pub write_timeout: u64,
     /// Seconds that a request may take, 0 for any time; default 0.
     pub request_timeout: u64,
     /// Tokens kept for a client that reads slowly; default 4096.
@@ -45,6 +47,8 @@ pub struct ServerConfig {
     pub cors_origins: Vec<String>,
     /// Format of the model's tool calls; default `auto`.
     pub tool_parser: ToolParser,
+    /// Format of what the model thinks before it answers; default `auto`.
+    pub reasoning_parser: ReasoningParser,
     /// What happens to a request with a field that the server does not know; default `refuse`.
     pub unknown_fields: UnknownFields,
     /// Whether prompts and completions are logged; default off.
@@ -65,11 +69,13 @@ impl Default for ServerConfig {
             max_body_bytes: 4 << 20,
             max_header_bytes: 32 << 10,
             read_timeout: 30,
+            write_timeout: 60,
             request_timeout: 0,
             stream_buffer: 4096,
             drain_timeout: 30,
             cors_origins: Vec::new(),
             tool_parser: ToolParser::Auto,
+            reasoning_parser: ReasoningParser::Auto,
             unknown_fields: UnknownFields::Refuse,
             log_prompts: false,
         }
@@ -115,16 +121,41 @@ pub enum ToolParser {
     Hermes,
     /// A JSON object with `name` and `parameters`, or `<function=name>{…}</function>`: Llama 3.
     Llama3,
+    /// `<function=name><parameter=key>value</parameter></function>`: Qwen3-Coder.
+    Qwen3Coder,
 }
 
 impl ToolParser {
     /// Names in the configuration.
-    pub const NAMES: [(&'static str, Self); 5] = [
+    pub const NAMES: [(&'static str, Self); 6] = [
         ("auto", Self::Auto),
         ("none", Self::None),
         ("hermes", Self::Hermes),
         ("qwen", Self::Hermes),
         ("llama3", Self::Llama3),
+        ("qwen3_coder", Self::Qwen3Coder),
+    ];
+}
+
+/// Format of what a model thinks before it answers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum ReasoningParser {
+    /// What the chat template shows.
+    Auto,
+    /// Thoughts stay text.
+    None,
+    /// `<think>…</think>`: DeepSeek-R1, Qwen3.
+    Think,
+}
+
+impl ReasoningParser {
+    /// Names in the configuration.
+    pub const NAMES: [(&'static str, Self); 5] = [
+        ("auto", Self::Auto),
+        ("none", Self::None),
+        ("think", Self::Think),
+        ("qwen3", Self::Think),
+        ("deepseek_r1", Self::Think),
     ];
 }
 

@@ -5,7 +5,10 @@ use std::ops::RangeInclusive;
 use std::path::PathBuf;
 
 use super::secret::Secrets;
-use super::{Activations, Config, KvDtype, LogFormat, ToolParser, TransferEngine, UnknownFields};
+use super::{
+    Activations, Config, KvDtype, LogFormat, ReasoningParser, ToolParser, TransferEngine,
+    UnknownFields,
+};
 use crate::probe::Probe;
 
 mod list;
@@ -126,7 +129,16 @@ macro_rules! choices {
         }
     )*};
 }
-choices!(KvDtype, Activations, Probe, LogFormat, ToolParser, TransferEngine, UnknownFields);
+choices!(
+    KvDtype,
+    Activations,
+    Probe,
+    LogFormat,
+    ToolParser,
+    ReasoningParser,
+    TransferEngine,
+    UnknownFields
+);
 
 impl Setting {
     /// The setting with this path, such as `engine.max_batch`.

@@ -159,6 +159,15 @@ impl Engine {
         self.stopped.as_deref()
     }
 
+    /// A resource that has panicked and will not be built anew: what needs it fails.
+    pub fn out_of_use(&self) -> Option<&str> {
+        let stays = |key: &str| {
+            self.policies.get(key) != Some(&OnFault::Restart) || self.restarts.has_given_up(key)
+        };
+        let mut entries = self.resources().entries().iter();
+        Some(entries.find(|e| e.is_faulted() && stays(&e.key))?.key.as_str())
+    }
+
     /// Fails once the engine has stopped.
     pub(super) fn check_running(&self) -> Result<()> {
         match &self.stopped {

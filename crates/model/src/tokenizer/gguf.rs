@@ -1,5 +1,7 @@
 //! The tokenizer inside a GGUF file.
 
+use std::sync::OnceLock;
+
 use super::added::AddedTokens;
 use super::bpe::Bpe;
 use super::spm::{self, Spm};
@@ -109,6 +111,7 @@ fn finish(
         add_bos: meta.bool("tokenizer.ggml.add_bos_token")?.unwrap_or(add_bos_by_default),
         eos: Vec::new(),
         strips_leading_space,
+        longest: OnceLock::new(),
     };
     tokenizer.add_eos_ids(&eos);
     Ok(tokenizer)

@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use serde_json::Value;
 use tokenizers::models::{ModelWrapper, TrainerWrapper};
@@ -110,6 +110,7 @@ impl Tokenizer {
             add_bos,
             eos: Vec::new(),
             strips_leading_space: decoder.strips_leading_space(),
+            longest: OnceLock::new(),
         };
         tokenizer.add_eos_ids(&eos);
         tokenizer.check_ids()?;

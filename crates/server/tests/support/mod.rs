@@ -135,8 +135,11 @@ fn run(inbox: &Inbox, script: impl Fn(&GenerateRequest) -> Script) {
                     jobs.insert(ticket, Job { sink, script, sent: 0, prompt, max_tokens });
                 }
                 Command::Cancel(ticket) => {
-                    snapshot.cancelled += u64::from(jobs.remove(&ticket).is_some());
+                    if let Some(job) = jobs.remove(&ticket) {
+                        job.is_left(&mut snapshot);
+                    }
                 }
+                Command::Ask => inbox.answer(snapshot.clone()),
                 Command::Stop(_) => return,
             }
             next = inbox.try_next();
@@ -152,6 +155,11 @@ fn token(id: u32) -> Token {
 }
 
 impl Job {
+    /// Nobody reads it any more.
+    fn is_left(&self, snapshot: &mut Snapshot) {
+        snapshot.cancelled += u64::from(!self.sink.has_enough());
+    }
+
     /// `false` when it has ended.
     fn step(&mut self, snapshot: &mut Snapshot) -> bool {
         let script = &self.script;
@@ -167,7 +175,9 @@ impl Job {
             Some(&byte) => {
                 self.sent += 1;
                 let is_read = self.sink.put(Event::Token(token(u32::from(byte))));
-                snapshot.cancelled += u64::from(!is_read);
+                if !is_read {
+                    self.is_left(snapshot);
+                }
                 return is_read;
             }
             None => FinishReason::Stop,

@@ -286,6 +286,14 @@ pub const SETTINGS: &[Setting] = &[
     },
     Setting {
         table: "server",
+        key: "write_timeout",
+        flag: "write-timeout",
+        help: "Seconds that a client may take nothing of an answer before its connection is closed; 0 for any time",
+        default: "60",
+        access: Access::Integer(SECONDS, |c| &mut c.server.write_timeout),
+    },
+    Setting {
+        table: "server",
         key: "request_timeout",
         flag: "request-timeout",
         help: "Seconds that a request may take, waiting included, unless it asks for less; 0 for any time",
@@ -323,6 +331,14 @@ pub const SETTINGS: &[Setting] = &[
         help: "Format of the model's tool calls; \"auto\" takes it from the chat template",
         default: "\"auto\"",
         access: Access::Choice(|c| &mut c.server.tool_parser),
+    },
+    Setting {
+        table: "server",
+        key: "reasoning_parser",
+        flag: "reasoning-parser",
+        help: "Format of what the model thinks before it answers; \"auto\" takes it from the chat template",
+        default: "\"auto\"",
+        access: Access::Choice(|c| &mut c.server.reasoning_parser),
     },
     Setting {
         table: "server",
