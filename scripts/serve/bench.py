@@ -4,11 +4,11 @@
     LLAMA_PYTHON=/path/to/venv/bin/python scripts/serve/bench.py [--clients 1 8 32] [--seconds 20] [--rounds 3]
         [--threads 2] [--engine-host PROGRAM] [--plugins DIR] [--model FILE.gguf] [--report docs/performance.md]
 
-LLAMA_PYTHON is a Python with llama-cpp-python[server]; `python -m llama_cpp.server` runs beside nothing else. Each
-round starts one server after the other, and asks it in a loop from so many clients at a time: prompts of 30 to 60
-words that differ, 48 tokens, greedy, streamed. Throughput is generated tokens by wall time, the time to the first
-token is the median over requests. engine-host runs with int8 activations, as llama.cpp does. --report replaces
-what is between the two bench-serve comments of that file.
+LLAMA_PYTHON is a Python with llama-cpp-python[server]; `python -m llama_cpp.server` runs beside nothing else, told not
+to cut a stream when another request comes. Each round starts one server after the other, and asks it in a loop from
+so many clients at a time: prompts of 30 to 60 words that differ, 48 tokens, greedy, streamed. Throughput is generated
+tokens by wall time, the time to the first token is the median over requests. engine-host runs with int8 activations,
+as llama.cpp does. --report replaces what is between the two bench-serve comments of that file.
 """
 import argparse
 import asyncio
@@ -39,7 +39,7 @@ class LlamaServer:
             self.host, self.port = "127.0.0.1", free.getsockname()[1]
         command = [given.llama_python, "-m", "llama_cpp.server", "--model", str(given.model), "--port", str(self.port),
                    "--n_threads", str(given.threads), "--n_threads_batch", str(given.threads), "--n_ctx", "4096",
-                   "--verbose", "False"]
+                   "--verbose", "False", "--interrupt_requests", "False"]
         self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         for _ in range(600):
             try:
@@ -77,7 +77,6 @@ async def ask(server, rng):
 
 
 async def measure(server, clients, seconds):
-    end = time.monotonic() + seconds
     firsts, tokens = [], 0
 
     async def client(number):
@@ -90,6 +89,7 @@ async def measure(server, clients, seconds):
 
     await ask(server, random.Random(-1))
     started = time.monotonic()
+    end = started + seconds
     await asyncio.gather(*(client(n) for n in range(clients)))
     return {"rate": tokens / (time.monotonic() - started), "first": statistics.median(firsts)}
 

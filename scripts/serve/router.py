@@ -63,11 +63,17 @@ async def stickiness(port):
     return stuck, 3 * len(topics)
 
 
-async def kill(port, victim):
-    """Kills a server while requests wait; what comes of those that had not begun to stream?"""
-    tasks = [asyncio.create_task(post(port, chat(f"question {i} " * 20, 0, stream=i % 2 == 0, max_tokens=64))) for i in range(24)]
-    await asyncio.sleep(1.0)
-    victim.process.send_signal(signal.SIGKILL)
+async def kill(port, servers):
+    """Kills the server that has more to do, while most of it has not begun; what comes of that?"""
+    tasks = [asyncio.create_task(post(port, chat(f"{i} questions about {i * 7} " * 20, 0, stream=i % 2 == 0, max_tokens=300, ignore_eos=True)))
+             for i in range(24)]
+    for _ in range(300):
+        await asyncio.sleep(0.1)
+        loads = [(await asyncio.to_thread(server.get, "/v1/loads"))["loads"][0] for server in servers]
+        victim = max(range(len(servers)), key=lambda i: loads[i]["num_waiting_reqs"])
+        if loads[victim]["num_waiting_reqs"] >= 3:
+            break
+    servers[victim].process.send_signal(signal.SIGKILL)
     lost = cut = answered = 0
     for status, body in await asyncio.gather(*tasks):
         is_whole = status == 200 and (b"[DONE]" in body or b'"usage"' in body)
@@ -78,7 +84,20 @@ async def kill(port, victim):
         else:
             lost += 1
             print(f"lost: {status} {body[:200]}", file=sys.stderr)
-    return answered, cut, lost
+    return answered, cut, lost, loads[victim]
+
+
+def wait_for_both(port):
+    """The router asks servers when they are told to it; until both have answered it sends all to one."""
+    for _ in range(300):
+        try:
+            workers = json.load(urllib.request.urlopen(f"http://127.0.0.1:{port}/workers", timeout=5))["workers"]
+            if sum(worker["is_healthy"] for worker in workers) == 2:
+                return
+        except (OSError, ValueError, KeyError):
+            pass
+        time.sleep(0.2)
+    sys.exit("the router does not find both servers")
 
 
 def main():
@@ -88,24 +107,23 @@ def main():
     parser.add_argument("--plugins", default=ROOT / "plugins")
     parser.add_argument("--model", default=MODEL)
     given = parser.parse_args()
-    servers = [Served(given.engine_host, model=given.model, plugins=given.plugins) for _ in range(2)]
+    # Few at a time, so that others wait.
+    servers = [Served(given.engine_host, model=given.model, plugins=given.plugins, max_batch=4) for _ in range(2)]
     port = free_port()
     router = subprocess.Popen([given.smg, "launch", "--worker-urls", *(s.base for s in servers), "--policy", "cache_aware",
                                "--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(free_port())],
                               stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
-        for _ in range(300):
-            try:
-                if json.load(urllib.request.urlopen(f"http://127.0.0.1:{port}/v1/models", timeout=5))["data"]:
-                    break
-            except (OSError, ValueError):
-                pass
-            time.sleep(0.2)
+        wait_for_both(port)
         stuck, of = asyncio.run(stickiness(port))
         print(f"{stuck} of {of} later turns found their conversation cached")
-        answered, cut, lost = asyncio.run(kill(port, servers[0]))
-        print(f"one of two servers killed under 24 requests: {answered} answered, {cut} cut in their stream, {lost} lost")
-        sys.exit(0 if stuck >= of * 3 // 4 and lost == 0 else 1)
+        answered, cut, lost, load = asyncio.run(kill(port, servers))
+        running, waiting = load["num_running_reqs"], load["num_waiting_reqs"]
+        print(f"a server killed with {running} requests that ran and {waiting} that waited, of 24 in all: {answered} answered, "
+              f"{cut} cut in their stream, {lost} lost")
+        if waiting == 0:
+            sys.exit("nothing waited at the server that was killed, so nothing was shown")
+        sys.exit(0 if stuck >= of * 3 // 4 and lost == 0 and cut <= running else 1)
     finally:
         router.terminate()
         router.wait()

@@ -55,8 +55,10 @@ class Served:
             return json.load(answer)
 
     def held(self):
-        """Requests, tokens of cache, descriptors, threads and resident MB."""
+        """Requests, tokens of cache, descriptors, threads, and resident MB but for pages that are cached for later."""
         load = self.get("/v1/loads")["loads"][0]
+        kv = next(r for r in self.get("/admin/plugins")["resources"] if r["kind"] == "kv")
+        cached = kv["bytes"] / kv["state"]["pages"]["total"] * kv["state"]["pages"]["cached"]
         proc = pathlib.Path(f"/proc/{self.process.pid}")
         status = dict(line.split(":", 1) for line in (proc / "status").read_text().splitlines())
         return {
@@ -64,7 +66,7 @@ class Served:
             "tokens": load["num_used_tokens"],
             "descriptors": len(os.listdir(proc / "fd")),
             "threads": int(status["Threads"]),
-            "memory_mb": int(status["VmRSS"].split()[0]) // 1024,
+            "memory_mb": int(status["VmRSS"].split()[0]) // 1024 - int(cached) // 2**20,
         }
 
     def stop(self, how=signal.SIGTERM):
