@@ -103,6 +103,12 @@ async def run(given, server):
         finally:
             places.release()
 
+    async def report():
+        while True:
+            await asyncio.sleep(20)
+            held = await asyncio.to_thread(server.held)
+            print(f"{sent} sent, {len(tasks)} open, {time.monotonic() - started:.0f} s, {held}", file=sys.stderr, flush=True)
+
     async def storm(goes_on):
         nonlocal sent
         while goes_on():
@@ -112,17 +118,17 @@ async def run(given, server):
             tasks.add(task)
             task.add_done_callback(tasks.discard)
             sent += 1
-            if sent % 200 == 0:
-                print(f"{sent} sent, {time.monotonic() - started:.0f} s, {server.held()}", file=sys.stderr)
         await asyncio.gather(*tasks)
         await asyncio.sleep(0.5)
 
     def passed():
         return (time.monotonic() - started) / (given.minutes * 60) if given.minutes else sent / given.requests
 
+    reporting = asyncio.create_task(report())
     await storm(lambda: passed() < 0.1)
     before = server.held()
     await storm(lambda: passed() < 1)
+    reporting.cancel()
     seconds = time.monotonic() - started
     for _ in range(50):
         after = server.held()
