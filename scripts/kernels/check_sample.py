@@ -138,6 +138,7 @@ class Sampler:
         bests, keys = scratch(rows, 2, chunks, kind=torch.int64), scratch(rows, blocks, kind=torch.int32)
         sums = scratch(rows, 2, blocks, kind=torch.int64)
         out = torch.full((rows * 12,), 0xEE, dtype=torch.uint8, device="cuda")
+        tokens = torch.full((rows,), -1, dtype=torch.int32, device="cuda")
         common = [model, i64(model.stride(0)), logits, i64(logits.stride(0)), u32(count), seen,
                   u32(set_words), how]
 
@@ -147,8 +148,8 @@ class Sampler:
             self.module.launch("sample_sums", (chunks, rows), 128, *common, bests, sums, u32(chunks),
                                u32(blocks))
             self.module.launch("sample_pick", (1, rows), 1024, *common, bests, keys, sums, u32(chunks),
-                               u32(blocks), out)
-        return run, out
+                               u32(blocks), out, tokens)
+        return run, out, tokens
 
 
 def random_row(rng, count, kind):
@@ -201,9 +202,12 @@ def check_batch(sampler, report, rng, count, rows, stride, other):
     words = np.packbits(seen, axis=1, bitorder="little").view("i4")
     on_device = torch.from_numpy(model).cuda()
     drawn_on_device = torch.from_numpy(drawn).cuda() if other else on_device
-    run, out = sampler.prepare(on_device, drawn_on_device, count, torch.from_numpy(words).cuda(), how)
+    run, out, tokens = sampler.prepare(on_device, drawn_on_device, count,
+                                       torch.from_numpy(words).cuda(), how)
     run()
     got = out.cpu().numpy().view(OUT)
+    alone = np.where(got["status"] == 0, got["token"], 2**31 - 1)
+    report.check(f"tokens by themselves, {count}", np.array_equal(tokens.cpu().numpy(), alone))
     again = []
     for _ in range(2):
         run()
@@ -252,7 +256,7 @@ def times(sampler):
                 how[field] = value
             if "penalty" in settings:
                 how["set"] = np.arange(rows)
-            run, _ = sampler.prepare(model, model, count, seen, how)
+            run, _, _ = sampler.prepare(model, model, count, seen, how)
             print(f"sample {rows} x {count}, {name}: {median_us(run, 20):.1f} us", flush=True)
 
 

@@ -277,12 +277,16 @@ def check_elementwise(report):
             module.launch(f"soft_cap_{name}", blocks(count), 256, x, i64(count), f32(30.0))
             report.near(f"soft_cap {name} {count}", x, want, HALF[name] * 1.02 + 1e-6, 1e-6)
         for out_name in ["bf16", "f32"]:
-            ids = torch.tensor([3, 0, 99, 100, 2**31 - 1], dtype=torch.int32).cuda()
-            table, out = random(100, 576, name=name), poisoned(5, 576, name=out_name)
-            module.launch(f"embed_{name}_{out_name}", blocks(5 * 72), 256, ids, table, out, u32(5),
-                          u32(100), u32(576), f32(2.5))
-            want = torch.zeros(5, 576, dtype=torch.float64, device="cuda")
+            # The last three are samples 1, 0 (an id past the table), and one that there is not.
+            ids = torch.tensor([3, 0, 99, 100, 2**31 - 1, 1 - 2**31, -2**31, 2 - 2**31],
+                               dtype=torch.int32).cuda()
+            sampled = torch.tensor([2**31 - 1, 42], dtype=torch.int32).cuda()
+            table, out = random(100, 576, name=name), poisoned(8, 576, name=out_name)
+            module.launch(f"embed_{name}_{out_name}", blocks(8 * 72), 256, ids, sampled, u32(2), table,
+                          out, u32(8), u32(100), u32(576), f32(2.5))
+            want = torch.zeros(8, 576, dtype=torch.float64, device="cuda")
             want[:3] = table[ids[:3].long()].double() * 2.5
+            want[5] = table[42].double() * 2.5
             report.near(f"embed {name} {out_name}", out, want, HALF[out_name] * 1.02)
     for kept, name in [("bf16", "bf16"), ("f32", "bf16"), ("f32", "f32")]:
         for count in [5, 4096, 4099]:

@@ -100,5 +100,5 @@ def decode_geometry(defines):
     row = defines["HEAD_DIM"] * ELEMENT[defines["KV_TYPE"][3:]]
     few = row >= 256 or defines["GROUP_TILE"] > 8
     warps = defines.get("WARPS", 4 if row >= 512 else 8 if few else 12)
-    stages = defines.get("STAGES", 3 if row >= 256 else 8 if row < 128 else 6 if few else 4)
+    stages = defines.get("STAGES", 3 if row >= 256 else (8 if few else 7) if row < 128 else 6 if few else 4)
     return warps, stages, row

@@ -6,7 +6,7 @@
 //   -D GROUP_TILE=8 | 16     the smaller one that is >= group
 //   -D WARPS, -D STAGES      warps per block and tiles in flight per warp. Defaults, from ROW = HEAD_DIM * element size:
 //                              ROW 512: WARPS 4, STAGES 3    ROW 128: WARPS 12, STAGES 4 (GROUP_TILE 16: 8, 6)
-//                              ROW 256: WARPS 8, STAGES 3    ROW  64: WARPS 12, STAGES 8 (GROUP_TILE 16: 8, 8)
+//                              ROW 256: WARPS 8, STAGES 3    ROW  64: WARPS 12, STAGES 7 (GROUP_TILE 16: 8, 8)
 //                            sized for the 227 KiB of sm_90 and sm_100. Where less is there, take stages away down
 //                            to 2, then warps.
 //

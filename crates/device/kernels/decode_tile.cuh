@@ -13,7 +13,7 @@ constexpr int ROW = HEAD_DIM * ESIZE;                // bytes of a token's keys
 #define WARPS (ROW >= 512 ? 4 : ROW >= 256 || GROUP_TILE > 8 ? 8 : 12)
 #endif
 #ifndef STAGES
-#define STAGES (ROW >= 256 ? 3 : ROW < 128 ? 8 : GROUP_TILE > 8 ? 6 : 4)
+#define STAGES (ROW >= 256 ? 3 : ROW < 128 ? GROUP_TILE > 8 ? 8 : 7 : GROUP_TILE > 8 ? 6 : 4)
 #endif
 constexpr int THREADS = 32 * WARPS;
 constexpr int HALF = TILE * ROW;                     // bytes of the keys, or the values, of a tile

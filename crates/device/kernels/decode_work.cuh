@@ -44,13 +44,15 @@ struct Work {
     DEVICE void cut(u32 streams, u32 most) {
         const u32 total = deal.total, gap = deal.gap;
         u32 split = 0;
-        // A block with fewer tiles than warps would only add parts.
-        u32 blocks = min(gridDim.x, chunk_tiles() ? total : (total + WARPS - 1) / WARPS);
+        // A block with fewer tiles than warps would only add parts, unless it has a stream to itself.
+        u32 blocks = min(gridDim.x, chunk_tiles() ? total : max((total + WARPS - 1) / WARPS, streams));
         if (!chunk_tiles() && !gap && streams <= blocks) {
             // Many parts take long to put together: above 16 only if they are long themselves.
             const u32 most_parts = max(16u, most / (4 * WARPS)), fair = divide(blocks, streams);
             split = min(fair, most_parts);
             if (split == fair && split * streams * 16 < blocks * 15) split = 0;
+            // To put parts together takes longer than a block takes for a tile or two a warp.
+            if (most <= 2 * WARPS) split = 1;
         }
         if (split) {
             blocks = split * streams;

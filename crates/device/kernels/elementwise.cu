@@ -51,19 +51,22 @@ GATED(Silu, silu_mul, float, f32)
 GATED(GeluTanh, gelu_tanh_mul, bf16, bf16)
 GATED(GeluTanh, gelu_tanh_mul, float, f32)
 
-// out[t] = table[ids[t]] * scale; zeros for an id that is not below `vocabulary`.
+// out[t] = table[ids[t]] * scale; zeros for an id that is not below `vocabulary`. An id with its highest bit
+// set is that of sample ids[t] - 2^31, which an earlier kernel has put into `sampled`.
 //
-// ids [tokens], table [vocabulary, width], out [tokens, width], contiguous. Items: tokens * width / 8.
+// ids [tokens], sampled [samples], table [vocabulary, width], out [tokens, width], contiguous.
+// Items: tokens * width / 8.
 template <class T, class Out>
-DEVICE void embed(const u32* ids, const T* table, Out* out, u32 tokens, u32 vocabulary, u32 width,
-                  float scale) {
+DEVICE void embed(const u32* ids, const u32* sampled, u32 samples, const T* table, Out* out,
+                  u32 tokens, u32 vocabulary, u32 width, float scale) {
   IN_TURN();
   u64 id = thread_id();
   u32 items = width / 8;
   u64 token = id / items;
   u32 at = (u32)(id % items) * 8;
   if (token >= tokens) return;
-  u32 row = ids[token];
+  u32 row = ids[token], sample = row & 0x7fffffffu;
+  if (row != sample && sample < samples) row = sampled[sample];
   float x[8] = {};
   if (row < vocabulary) load8(table + (u64)row * width + at, x);
 #pragma unroll
@@ -73,9 +76,9 @@ DEVICE void embed(const u32* ids, const T* table, Out* out, u32 tokens, u32 voca
 
 #define EMBED(T, name, Out, out_name)                                                             \
   extern "C" __global__ void __launch_bounds__(256) embed_##name##_##out_name(                    \
-      const u32* ids, const T* table, Out* out, u32 tokens, u32 vocabulary, u32 width,            \
-      float scale) {                                                                              \
-    embed(ids, table, out, tokens, vocabulary, width, scale);                                     \
+      const u32* ids, const u32* sampled, u32 samples, const T* table, Out* out, u32 tokens,      \
+      u32 vocabulary, u32 width, float scale) {                                                   \
+    embed(ids, sampled, samples, table, out, tokens, vocabulary, width, scale);                   \
   }
 EMBED(bf16, bf16, bf16, bf16)
 EMBED(bf16, bf16, float, f32)

@@ -19,6 +19,7 @@
 #include "sample_pick.cuh"
 
 constexpr u32 CHUNK = 8192;
+constexpr u32 NO_TOKEN = 0x7fffffffu;
 // Threads of a chunk: a quad for each block.
 constexpr u32 CHUNK_THREADS = CHUNK / BLOCK * QUAD;
 
@@ -149,13 +150,14 @@ extern "C" __global__ void __launch_bounds__(CHUNK_THREADS) sample_sums(
   place[blocks] = sum;
 }
 
-// Picks a token for each row. out [rows].
+// Picks a token for each row. out [rows]; tokens [rows] or null: the tokens by themselves, for the kernels
+// behind, NO_TOKEN for a bad row.
 //
 // Grid: (1, rows). Block: 1024.
 extern "C" __global__ void __launch_bounds__(PICK_THREADS) sample_pick(
     const float* model, i64 model_stride, const float* logits, i64 logits_stride, u32 vocabulary,
     const u32* seen, u32 set_words, const SampleRow* how, const u64* bests, const u32* keys,
-    u64* sums, u32 chunks, u32 blocks, Sampled* out) {
+    u64* sums, u32 chunks, u32 blocks, Sampled* out, u32* tokens) {
   __shared__ Desk desk;
   IN_TURN();
   SampleRow own = how[blockIdx.y];
@@ -163,7 +165,10 @@ extern "C" __global__ void __launch_bounds__(PICK_THREADS) sample_pick(
   u64 model_entry = max_of(bests + (u64)blockIdx.y * 2 * chunks, chunks);
   u64 entry = max_of(bests + ((u64)blockIdx.y * 2 + 1) * chunks, chunks);
   if (is_bad(model_entry) || is_bad(entry)) {
-    if (threadIdx.x == 0) out[blockIdx.y] = {0, BAD_LOGITS, 0.0f};
+    if (threadIdx.x == 0) {
+      out[blockIdx.y] = {0, BAD_LOGITS, 0.0f};
+      if (tokens) tokens[blockIdx.y] = NO_TOKEN;
+    }
     return;
   }
   u64* model_sums = sums + (u64)blockIdx.y * 2 * blocks;
@@ -187,5 +192,6 @@ extern "C" __global__ void __launch_bounds__(PICK_THREADS) sample_pick(
                         (double)of_key((u32)(model_entry >> 32));
     double log_sum = log(__ddiv_rn((double)model_total, UNITS));
     out[blockIdx.y] = {token, 0, (float)(above_best - log_sum)};
+    if (tokens) tokens[blockIdx.y] = token;
   }
 }

@@ -75,6 +75,8 @@ pub struct EngineConfig {
     pub cpu_features: Option<String>,
     /// Whether a step is planned while the one before it runs; default on.
     pub preplan: bool,
+    /// Whether, on a GPU, a step is launched before what the one before it sampled has been read; default on.
+    pub run_ahead: bool,
     /// How state moves between engines; default not at all.
     pub transfer: TransferEngine,
     /// Where memory that processes share lies; default `/dev/shm`.

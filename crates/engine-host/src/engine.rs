@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use device::Companion;
-use model::{Node, Score, StepInput, StepOutput};
+use model::Node;
 use resource_api::{
     BucketKey, EngineLimits, LabelId, NodeId, PrefixWalk, RequestId, Resource, Sampled, WalkId,
 };
@@ -13,7 +13,7 @@ use resource_api::{
 use crate::error::{Error, ErrorKind, Result};
 use crate::request::{Event, Failure, Requests, Token, Tracked, Usage};
 use crate::resources::ResourceSet;
-use crate::runner::{FailedStep, Live, Runner, Staged, Started};
+use crate::runner::{Committed, FailedStep, Live, Runner, Staged, Started};
 use crate::scheduler::{Join, Limits, Scheduler, Turn};
 use crate::services::Services;
 use crate::slots;
@@ -22,6 +22,7 @@ use crate::watch::Watchdog;
 
 mod ahead;
 mod declare;
+mod flight;
 mod graphs;
 mod handover;
 mod intake;
@@ -30,7 +31,9 @@ mod pressure;
 mod restart;
 mod sessions;
 mod wards;
+mod work;
 
+use flight::Flight;
 pub(crate) use handover::Arriving;
 use handover::arrive;
 pub use handover::{Handover, Relay};
@@ -40,6 +43,7 @@ use offload::bring_back;
 pub use pressure::{Refusal, Remedy};
 use restart::Restarts;
 pub use wards::{Canceller, OnFault};
+use work::Work;
 
 /// Sessions that are kept where nobody says how many.
 const MAX_SESSIONS: usize = 64;
@@ -67,6 +71,10 @@ pub struct Stats {
     pub planned_ahead: u64,
     /// Steps planned ahead that did not come.
     pub unplanned: u64,
+    /// Steps that were launched before the one before them had landed.
+    pub run_ahead: u64,
+    /// Tokens that they computed for requests that had ended.
+    pub discarded: u64,
 }
 
 /// What an engine needs to know about its model beside the node that runs it.
@@ -98,13 +106,16 @@ pub struct Engine {
     root: [u8; 32],
     stats: Stats,
     events: Vec<Event>,
-    turns: Vec<Turn>,
-    sample: Vec<u32>,
-    top_logprobs: Vec<u32>,
-    /// Tokens of prompts to score in the step, and whose they are.
-    scores: Vec<Score>,
-    scored_rids: Vec<RequestId>,
-    output: StepOutput,
+    /// Events of a step that landed between two calls of [`Engine::step`].
+    early: Vec<Event>,
+    /// The step that is being laid out.
+    work: Work,
+    spare_work: Vec<Work>,
+    /// The step that was launched last, if it has not landed.
+    flight: Option<Flight>,
+    /// When the last one landed.
+    landed: Option<Instant>,
+    runs_ahead: bool,
     sampled_rids: Vec<RequestId>,
     sampled_ids: Vec<u32>,
     spare: Vec<SubmoduleStep>,
@@ -173,12 +184,12 @@ impl Engine {
             root: [0; 32],
             stats: Stats::default(),
             events: Vec::new(),
-            turns: Vec::new(),
-            sample: Vec::new(),
-            top_logprobs: Vec::new(),
-            scores: Vec::new(),
-            scored_rids: Vec::new(),
-            output: StepOutput::default(),
+            early: Vec::new(),
+            work: Work::default(),
+            spare_work: Vec::new(),
+            flight: None,
+            landed: None,
+            runs_ahead: true,
             sampled_rids: Vec::new(),
             sampled_ids: Vec::new(),
             spare,
@@ -266,12 +277,28 @@ impl Engine {
     /// Runs one step and tells what came of it. Without anything to run, does nothing.
     pub fn step(&mut self) -> &[Event] {
         self.events.clear();
+        self.events.append(&mut self.early);
         self.refusals.clear();
         self.held.clear();
         self.take_cancelled();
         self.enforce_deadlines();
         // What broke between steps is no fault of those in the next one.
         self.mind_faults();
+        match self.flight.take() {
+            Some(flight) if self.has_readers(&flight) => self.go_on(flight),
+            Some(flight) => {
+                self.land(flight, None);
+                self.begin();
+            }
+            None => self.begin(),
+        }
+        self.take_cancelled();
+        self.mind_faults();
+        &self.events
+    }
+
+    /// Starts a step and runs it.
+    fn begin(&mut self) {
         while let Some(step) = self.next_step() {
             match self.start(step) {
                 Ok(Started::Live(live)) => {
@@ -294,16 +321,13 @@ impl Engine {
                 }
             }
         }
-        self.take_cancelled();
-        self.mind_faults();
-        &self.events
     }
 
     /// Declares the next step, or `None` when there is nothing to run.
     fn next_step(&mut self) -> Option<SubmoduleStep> {
         let mut failed = Vec::new();
         // Those of a step that was refused.
-        for turn in &self.turns {
+        for turn in &self.work.ask.turns {
             if let Some(request) = self.requests.get_mut(turn.rid) {
                 request.in_step = 0;
             }
@@ -312,7 +336,8 @@ impl Engine {
         let (stats, sessions, mut aside) = (&mut self.stats, &mut self.sessions, false);
         let (eos, max_len) = (&self.model.eos, self.limits.max_model_len as usize);
         let mut ended = Vec::new();
-        self.scheduler.fill(&mut self.requests, &mut self.turns, &self.held, |request| {
+        let turns = &mut self.work.ask.turns;
+        self.scheduler.fill(&mut self.requests, turns, &self.held, |request| {
             if request.arriving.is_some() {
                 // The last token that came with it may have been its last.
                 if let Some(reason) = request.finish_reason(eos, max_len) {
@@ -349,11 +374,11 @@ impl Engine {
             self.forget(rid);
             self.events.push(Event::Finished(rid, reason, usage));
         }
-        if self.turns.is_empty() && aside {
+        if self.work.ask.turns.is_empty() && aside {
             // Nothing can run before a read has ended.
             std::thread::sleep(Duration::from_micros(200));
         }
-        if self.turns.is_empty() {
+        if self.work.ask.turns.is_empty() {
             // Nobody runs whose end could make room for those that are off the device.
             let is_stuck = self.held.is_empty() && self.scheduler.running() == 0;
             if is_stuck && self.recall().is_some() {
@@ -363,106 +388,108 @@ impl Engine {
         }
         let mut step = self.spare.pop()?;
         step.clear();
-        self.sample.clear();
-        self.top_logprobs.clear();
-        self.scores.clear();
-        self.scored_rids.clear();
         step.graph_walk = self.decode;
-        for turn in &self.turns {
+        let Work { ask, .. } = &mut self.work;
+        for turn in &ask.turns {
             let Some(request) = self.requests.get_mut(turn.rid) else { continue };
             request.in_step = turn.span;
             if request.computed < request.prompt_len {
                 step.graph_walk = self.prefill;
             }
         }
-        declare::declare(&self.requests, &self.turns, |r| r.computed, &mut step);
-        for (i, segment) in step.segments.view().iter().enumerate() {
-            let Some(request) = self.requests.get(segment.request_id) else { continue };
-            let end = request.computed + request.in_step;
-            let row = step.token_ids.len();
-            step.token_ids.extend_from_slice(&request.tokens[request.computed..end]);
-            // A request is sampled once, at the first of its streams.
-            let is_first = request.labels_at(request.computed).first() == Some(&segment.label);
-            if is_first {
-                for score in request.scores_of_step(row) {
-                    self.scores.push(score);
-                    self.scored_rids.push(segment.request_id);
-                }
-            }
-            if end == request.tokens.len() && is_first {
-                self.sample.push(i as u32);
-                self.top_logprobs.push(request.logprobs.unwrap_or(0));
-            }
-        }
-        if self.top_logprobs.iter().all(|&k| k == 0) {
-            self.top_logprobs.clear();
-        }
+        declare::declare(&self.requests, &ask.turns, |r| r.computed, &mut step);
+        ask.fill(&self.requests, |r| r.computed, &[], &mut step);
         self.pad(&mut step);
         Some(step)
     }
 
     fn run(&mut self, live: Live) {
+        if self.may_launch(&self.work.ask, live.step()) {
+            let work = self.take_work();
+            return self.launch_first(live, work);
+        }
         let started = Instant::now();
         let ahead = self.foreseen_step();
-        let input = StepInput {
-            segments: live.step().segments.view(),
-            token_ids: &live.step().token_ids,
-            sample: &self.sample,
-            top_logprobs: &self.top_logprobs,
-            score: &self.scores,
-        };
+        let mut work = self.take_work();
         let (node, pool) = (&self.node, self.services.pool());
-        let output = &mut self.output;
+        let (input, output) = (work.ask.input(live.step()), &mut work.output);
         let watch = self.runner.watch().clone();
         let forward = || watch.forward(|| node.forward(&live.ctx(), &input, output, pool));
         let (ran, staged) = ahead::beside(&mut self.planner, &mut self.runner, ahead, forward);
         self.keep_stage(staged);
         if let Err(e) = ran {
             self.drop_stage();
-            let step = self.runner.abandon(live);
-            // Nothing more comes of it: what it held must not wait for another step to complete.
-            self.services.complete_epoch(self.runner.epoch());
-            let rids = step.request_ids.clone();
-            self.spare.push(step);
-            return self.fail_all(&rids, &Failure::from(&Error::from(e)));
+            self.spare_work.push(work);
+            return self.give_up(live, &Failure::from(&Error::from(e)));
         }
-        let decoded = live.step().graph_walk == self.decode;
-        let tokens = self.turns.iter().map(|turn| turn.span as u64).sum();
-        let (done, committed) = self.runner.commit(live);
+        let (done, committed) = self.commit(live);
+        let told = self.tell(&done, &work);
+        self.take_on(done, committed.and(told), work, started);
+    }
+
+    /// The step that was laid out.
+    fn take_work(&mut self) -> Work {
+        let spare = self.spare_work.pop().unwrap_or_default();
+        std::mem::replace(&mut self.work, spare)
+    }
+
+    /// Gives up a step whose forward pass failed, and with it its requests.
+    fn give_up(&mut self, live: Live, why: &Failure) {
+        let step = self.runner.abandon(live);
+        // Nothing more comes of it: what it held must not wait for another step to complete.
+        self.services.complete_epoch(self.runner.epoch());
+        let rids = step.request_ids.clone();
+        self.spare.push(step);
+        self.fail_all(&rids, why);
+    }
+
+    fn commit(&mut self, live: Live) -> (Committed, Result<()>) {
+        let committed = self.runner.commit(live);
         // What commit copies is work of the step's epoch too.
         self.services.complete_epoch(self.runner.epoch());
+        committed
+    }
 
+    /// Tells resources what a step sampled.
+    fn tell(&mut self, done: &Committed, work: &Work) -> Result<()> {
         self.sampled_rids.clear();
         self.sampled_ids.clear();
-        for (rid, sampled) in self.output.requests.iter().zip(&self.output.sampled) {
-            if sampled.status == Sampled::OK {
+        for (rid, sampled) in work.output.requests.iter().zip(&work.output.sampled) {
+            if sampled.status == Sampled::OK && self.requests.get(*rid).is_some() {
                 self.sampled_rids.push(*rid);
                 self.sampled_ids.push(sampled.token);
             }
         }
-        let told = self.runner.outputs(&done, &self.sampled_rids, &self.sampled_ids);
+        self.runner.outputs(done, &self.sampled_rids, &self.sampled_ids)
+    }
+
+    /// Takes on what came of a step, or fails its requests.
+    fn take_on(&mut self, done: Committed, told: Result<()>, work: Work, started: Instant) {
         let step = self.runner.finish(done);
-        if let Err(e) = committed.and(told) {
+        let decoded = step.graph_walk == self.decode;
+        if let Err(e) = told {
             let rids = step.request_ids.clone();
             self.spare.push(step);
+            self.spare_work.push(work);
             return self.fail_all(&rids, &Failure::from(&e));
         }
         self.spare.push(step);
-        for turn in &self.turns {
+        for turn in &work.ask.turns {
             if let Some(request) = self.requests.get_mut(turn.rid) {
                 request.computed += std::mem::take(&mut request.in_step);
             }
         }
-        self.take_scores();
-        self.take_samples();
+        self.take_scores(&work);
+        self.take_samples(&work);
+        let tokens = work.ask.turns.iter().map(|turn| turn.span as u64).sum();
         self.count(started.elapsed(), tokens, decoded);
+        self.spare_work.push(work);
     }
 
     /// Notes how likely tokens of prompts are.
-    fn take_scores(&mut self) {
-        for i in 0..self.scored_rids.len() {
-            let rid = self.scored_rids[i];
-            let Some(&logprob) = self.output.scores.get(i) else {
+    fn take_scores(&mut self, work: &Work) {
+        for (i, &rid) in work.ask.scored_rids.iter().enumerate() {
+            let Some(&logprob) = work.output.scores.get(i) else {
                 let message = "the model does not tell the log-probabilities of a prompt";
                 self.fail(rid, &Failure::new(ErrorKind::Unsupported, message));
                 continue;
@@ -470,24 +497,29 @@ impl Engine {
             let Some(scored) = self.requests.get_mut(rid).and_then(|r| r.prompt.as_mut()) else {
                 continue;
             };
-            let (ids, logprobs) = self.output.score_top(i);
+            let (ids, logprobs) = work.output.score_top(i);
             let top = ids.iter().copied().zip(logprobs.iter().copied()).collect();
-            scored.tokens.push(Some(Token { id: self.scores[i].target, logprob, top }));
+            scored.tokens.push(Some(Token { id: work.ask.scores[i].target, logprob, top }));
         }
     }
 
     /// Appends what was sampled and ends requests that are done.
-    fn take_samples(&mut self) {
-        for i in 0..self.output.sampled.len() {
-            let (rid, sampled) = (self.output.requests[i], self.output.sampled[i]);
+    fn take_samples(&mut self, work: &Work) {
+        for (i, (&rid, &sampled)) in
+            work.output.requests.iter().zip(&work.output.sampled).enumerate()
+        {
+            if self.requests.get(rid).is_none() {
+                self.stats.discarded += 1;
+                continue;
+            }
             if sampled.status != Sampled::OK || sampled.token as usize >= self.model.vocab {
-                let why = self.why_no_sample(i);
+                let why = self.why_no_sample(work, i);
                 self.fail(rid, &Failure::new(ErrorKind::Internal, why));
                 continue;
             }
             let Some(request) = self.requests.get_mut(rid) else { continue };
             request.tokens.push(sampled.token);
-            let (ids, logprobs) = self.output.top(i);
+            let (ids, logprobs) = work.output.top(i);
             let top = ids.iter().copied().zip(logprobs.iter().copied()).collect();
             let token = Token { id: sampled.token, logprob: sampled.logprob, top };
             if let Some(scored) = request.prompt.take() {
@@ -516,9 +548,9 @@ impl Engine {
 
     /// Why a request has no next token; charged to the resource that is to blame, if one is.
     #[cold]
-    fn why_no_sample(&self, i: usize) -> String {
+    fn why_no_sample(&self, work: &Work, i: usize) -> String {
         const WHY: &str = "the model's logits for the next token are not usable numbers";
-        let Some(fault) = self.output.fault_of(i) else { return WHY.into() };
+        let Some(fault) = work.output.fault_of(i) else { return WHY.into() };
         let entry = self.resources().find(&fault.resource);
         let named = entry.map_or_else(
             || format!("resource `{}`", fault.resource),

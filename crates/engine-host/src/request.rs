@@ -128,6 +128,11 @@ impl Tracked {
         self.tokens.len() - self.prompt_len
     }
 
+    /// How many of its tokens are computed after the step that is being run.
+    pub fn after_step(&self) -> usize {
+        self.computed + self.in_step
+    }
+
     /// Tokens that are known and not computed yet, as far as one step may go.
     pub fn pending(&self) -> usize {
         self.pending_from(self.computed)
@@ -158,8 +163,7 @@ impl Tracked {
     /// Tokens that will have to be computed after the present step; 0 when the request ends with it,
     /// unless it ends earlier than by its length.
     pub fn pending_after(&self, max_model_len: usize) -> usize {
-        let computed = self.computed + self.in_step;
-        match self.pending_from(computed) {
+        match self.pending_from(self.after_step()) {
             0 if self.in_step > 0 => {
                 let ends = self.generated() + 1 >= self.max_tokens as usize
                     || self.tokens.len() + 1 >= max_model_len;

@@ -35,6 +35,8 @@ pub struct Entry {
     pub plugin: String,
     /// Whether it can be planned a step ahead.
     pub supports_preplan: bool,
+    /// Whether a step may be planned before it is told what the one before sampled.
+    pub takes_outputs_late: bool,
     /// What it has taken of the host.
     pub account: Arc<Account>,
     /// What a cache says about itself.
@@ -222,6 +224,7 @@ impl ResourceSet {
             depends_on,
             plugin: kind.plugin.clone(),
             supports_preplan,
+            takes_outputs_late: built.resource.takes_outputs_late(),
             account,
             facts,
             kind_handle: kind.clone(),

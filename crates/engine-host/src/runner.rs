@@ -76,6 +76,16 @@ impl Live {
         &self.step
     }
 
+    /// The same, to fill in the ids of tokens that were not known when it was planned.
+    pub fn step_mut(&mut self) -> &mut SubmoduleStep {
+        &mut self.step
+    }
+
+    /// Its identity.
+    pub fn id(&self) -> StepId {
+        self.head.step
+    }
+
     /// The context to run the forward pass under.
     pub fn ctx(&self) -> StepContext<'_> {
         let (rids, padded) = (&self.step.request_ids, self.step.all_request_ids());
@@ -116,6 +126,18 @@ impl Staged {
 /// A step that every resource has committed; its plans are still readable.
 #[derive(Debug)]
 pub struct Committed(Live);
+
+impl Committed {
+    /// Its identity.
+    pub fn id(&self) -> StepId {
+        self.0.id()
+    }
+
+    /// What the step consisted of.
+    pub fn step(&self) -> &SubmoduleStep {
+        &self.0.step
+    }
+}
 
 /// Drives resources through steps. One step is live at a time; one more may be staged.
 #[derive(Debug)]

@@ -187,6 +187,7 @@ fn build(
     };
     let mut engine = Engine::new(node, resources, services, facts, limits)?;
     engine.plan_ahead(config.engine.preplan)?;
+    engine.run_ahead(config.engine.run_ahead);
     engine.set_relief(&config.engine.pressure);
     let limit = Duration::from_secs(config.engine.watchdog);
     engine.watch_calls((!limit.is_zero()).then_some(limit))?;

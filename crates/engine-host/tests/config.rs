@@ -68,6 +68,7 @@ fn every_key_is_read() {
         probe = "never"
         threads = 3
         preplan = false
+        run_ahead = false
         cpu_features = "portable"
         watchdog = 0
         pressure = ["evict", "recompute"]
@@ -132,6 +133,7 @@ fn every_key_is_read() {
     assert_eq!((engine.kv_dtype, engine.activations), (KvDtype::F32, Activations::Int8));
     assert_eq!(engine.plugin_dirs, [Path::new("/etc/engine/plugins"), Path::new("/opt/plugins")]);
     assert!(engine.strict && !engine.preplan && !engine.cuda_graphs && engine.batch_invariant);
+    assert!(!engine.run_ahead);
     assert_eq!(engine.transfer, TransferEngine::SharedMemory);
     assert_eq!(engine.transfer_directory, Path::new("/etc/engine/shm"));
     assert_eq!(engine.watchdog, 0);

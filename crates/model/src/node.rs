@@ -4,7 +4,7 @@
 //! runner plans a step on the node's resources, then calls [`Node::forward`] with the same context.
 
 use device::Parallel;
-use resource_api::{EngineLimits, Result, StepContext};
+use resource_api::{EngineLimits, RequestId, ResourceError, Result, StepContext, StepId};
 use serde_json::{Map, Value};
 
 mod resources;
@@ -63,4 +63,38 @@ pub trait Node: Send + Sync {
         out: &mut StepOutput,
         parallel: &dyn Parallel,
     ) -> Result<()>;
+
+    /// Whether a step may be [launched](Self::launch), and the next one behind it before it has
+    /// [landed](Self::land): it scores nothing, reports no best tokens, and its requests draw by nothing that
+    /// only the host hears of.
+    fn can_launch(&self, input: &StepInput<'_>) -> bool {
+        let _ = input;
+        false
+    }
+
+    /// Begins what [`forward`](Self::forward) does, without waiting for its samples: [`land`](Self::land)
+    /// gives them. Tokens may be samples of the step launched before this one
+    /// ([`StepInput::from_sample`]), which need not have landed.
+    ///
+    /// # Errors
+    /// As for [`forward`](Self::forward).
+    fn launch(
+        &self,
+        ctx: &StepContext<'_>,
+        input: &StepInput<'_>,
+        parallel: &dyn Parallel,
+    ) -> Result<()> {
+        let _ = (ctx, input, parallel);
+        Err(ResourceError::unsupported("this node waits for every step"))
+    }
+
+    /// Waits for the samples of a launched step, which were asked for `requests`. Steps land in the order in
+    /// which they were launched; one whose samples nobody wants need not.
+    ///
+    /// # Errors
+    /// What became of the device meanwhile.
+    fn land(&self, step: StepId, requests: &[RequestId], out: &mut StepOutput) -> Result<()> {
+        let _ = (step, requests, out);
+        Err(ResourceError::unsupported("this node waits for every step"))
+    }
 }

@@ -54,6 +54,11 @@
 //! | `inspect` | any | everything | briefly |
 //! | capability methods | step, several at once where the model is parallel | step methods of a staged step | no |
 //!
+//! For a resource the calls of a step come in the order `admit`, `plan`, `commit`, `on_outputs`, and all of a
+//! step before those of the next, but for steps planned ahead, and for those of a host that runs ahead of its
+//! device: where all resources say [`Resource::takes_outputs_late`], `admit` and `plan` of a step may come
+//! between `commit` and `on_outputs` of the one before it.
+//!
 //! Idempotent or repeatable: `ingest_request`, `resolve_cached_prefix` (same answer, one reference),
 //! `admit` after a refusal, `build_cuda_graph_buffers`, `clear_preplan`, `reset_request`,
 //! `remove_request`. Unknown requests are accepted by `reset_request` and `remove_request`. A request

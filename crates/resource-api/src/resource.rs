@@ -52,6 +52,12 @@ pub trait Resource: Send + Sync {
         false
     }
 
+    /// Whether `admit` and `plan` of a live step may come before `on_outputs` of the step before it. The ids
+    /// of the tokens that the step adds are then not told before `commit`, which comes after that.
+    fn takes_outputs_late(&self) -> bool {
+        false
+    }
+
     /// Whether it can move a request's state off the device.
     fn supports_eviction(&self) -> bool {
         false

@@ -112,6 +112,10 @@ impl Resource for PagedCrossAttention {
         true
     }
 
+    fn takes_outputs_late(&self) -> bool {
+        true
+    }
+
     fn fingerprint(&self) -> Option<Vec<u8>> {
         Some(self.scoring.fingerprint(Self::KIND))
     }

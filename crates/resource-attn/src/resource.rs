@@ -91,6 +91,10 @@ impl Resource for PagedAttention {
         true
     }
 
+    fn takes_outputs_late(&self) -> bool {
+        true
+    }
+
     fn fingerprint(&self) -> Option<Vec<u8>> {
         let mut bytes = self.scoring.fingerprint(Self::KIND);
         if !self.settings.full_layers.is_empty() {

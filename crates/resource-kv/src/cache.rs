@@ -3,8 +3,8 @@
 //! a step with that stream is in flight.
 
 use resource_api::{
-    ErrorKind, KvCache, KvGroup, KvLayer, KvPlan, LabelId, RequestId, ResourceError, Result,
-    StepContext, TensorView, TensorViewMut,
+    ErrorKind, HeadTurn, KvCache, KvGroup, KvLayer, KvPlan, LabelId, RequestId, ResourceError,
+    Result, StepContext, TensorView, TensorViewMut,
 };
 
 use crate::resource::Kv;
@@ -114,6 +114,20 @@ impl KvCache for Kv {
             }
             state.rewind(shared, id, len)
         })
+    }
+
+    fn write_turned(
+        &self,
+        ctx: &StepContext<'_>,
+        layer: u32,
+        label: LabelId,
+        q: &mut TensorViewMut<'_>,
+        k: &TensorView<'_>,
+        v: &TensorView<'_>,
+        how: &HeadTurn,
+    ) -> Result<bool> {
+        let plan = ctx.plan_result::<KvPlan>(self.index)?;
+        self.shared.memory.write_turned(ctx, layer, (plan, group(plan, label)?), (q, k, v), how)
     }
 
     fn assert_pages_conserved(&self) -> Result<()> {

@@ -6,8 +6,8 @@ mod host;
 use std::ops::Range;
 
 use resource_api::{
-    EngineResourceInfo, HostServicesHandle, KvFacts, KvGroup, KvLayer, KvPlan, ResourceError,
-    Result, StepContext, TensorView, TensorViewMut,
+    EngineResourceInfo, HeadTurn, HostServicesHandle, KvFacts, KvGroup, KvLayer, KvPlan,
+    ResourceError, Result, StepContext, TensorView, TensorViewMut,
 };
 
 use self::cuda::CudaMemory;
@@ -80,6 +80,25 @@ impl KvMemory {
         match self {
             Self::Host(memory) => memory.write(host, layer, Places::of(plan, group), k, v),
             Self::Cuda(memory) => memory.write(ctx, layer, (plan, group), k, v),
+        }
+    }
+
+    /// Turns queries and keys as `how` says and stores keys and values, in one pass; `false` where that cannot
+    /// be done.
+    ///
+    /// # Errors
+    /// As for [`KvMemory::write`].
+    pub(crate) fn write_turned(
+        &self,
+        ctx: &StepContext<'_>,
+        layer: u32,
+        (plan, group): (&KvPlan, &KvGroup),
+        (q, k, v): (&mut TensorViewMut<'_>, &TensorView<'_>, &TensorView<'_>),
+        how: &HeadTurn,
+    ) -> Result<bool> {
+        match self {
+            Self::Host(_) => Ok(false),
+            Self::Cuda(memory) => memory.write_turned(ctx, layer, (plan, group), (q, k, v), how),
         }
     }
 

@@ -136,6 +136,10 @@ impl Resource for Kv {
         true
     }
 
+    fn takes_outputs_late(&self) -> bool {
+        true
+    }
+
     fn fingerprint(&self) -> Option<Vec<u8>> {
         Some(self.fingerprint.clone())
     }

@@ -7,10 +7,11 @@ use device::cuda::{Context, DeviceBuffer, Graph, Stream, read_column};
 use resource_api::host::PlainHost;
 use resource_api::{
     Attention, AttentionHandle, BuiltResource, CrossAttention, CrossAttentionHandle, Device,
-    EngineResourceInfo, Fork, HostServices, KvCache, KvCacheHandle, KvPlan, KvStepOptions, LabelId,
-    NodeId, NodeResourceSpec, Positions, PositionsHandle, PositionsPlan, RequestId,
-    RequestOverrides, Resource, ResourceHandle, ResourceStep, Result, Segments, SlotLease,
-    StepContext, StepHead, StepId, TensorView, TensorViewMut, TypedRef, WalkId, build_resource,
+    DeviceColumn, EngineResourceInfo, Fork, HeadTurn, HostServices, KvCache, KvCacheHandle, KvPlan,
+    KvStepOptions, LabelId, NodeId, NodeResourceSpec, Positions, PositionsHandle, PositionsPlan,
+    RequestId, RequestOverrides, Resource, ResourceHandle, ResourceStep, Result, Segments,
+    SlotLease, StepContext, StepHead, StepId, TensorView, TensorViewMut, TypedRef, WalkId,
+    build_resource,
 };
 use resource_attn::{PagedAttention, PagedCrossAttention};
 use resource_kv::Kv;
@@ -221,10 +222,24 @@ impl Engine {
         let mut crossed = Place::new(&self.device, &vec![0.0; tokens * QUERY_HEADS * DIM]);
         let mut last = Place::new(&self.device, &vec![0.0; rows * HIDDEN]);
         let (q_shape, k_shape) = (shape(QUERY_HEADS), shape(HEADS));
-        self.positions
-            .apply_qk_layer(ctx, layer, label, &mut q.view_mut(&q_shape), &mut k.view_mut(&k_shape))
-            .unwrap();
-        self.kv.write_kv(ctx, layer, label, &k.view(&k_shape), &v.view(&k_shape)).unwrap();
+        // On a device, in every other layer, in one pass with the writing.
+        let turning = self.positions.turning(ctx, layer, label).unwrap();
+        assert_eq!(turning.is_some(), self.device.is_some());
+        let turning = turning.filter(|_| layer % 2 == 1);
+        let mut separate = random(1, tokens * QUERY_HEADS * DIM);
+        if let Some(turning) = turning {
+            let (q_norm, k_norm) = (DeviceColumn::EMPTY, DeviceColumn::EMPTY);
+            let how = HeadTurn { turning, q_norm, k_norm, eps: 0.0 };
+            let (q, k) = (&mut q.view_mut(&q_shape), k.view(&k_shape));
+            let written = self.kv.write_turned(ctx, layer, label, q, &k, &v.view(&k_shape), &how);
+            assert!(written.unwrap(), "the pool takes these tensors");
+        }
+        let in_place = if turning.is_some() { &mut separate } else { &mut q };
+        let (turned, k_view) = (&mut in_place.view_mut(&q_shape), &mut k.view_mut(&k_shape));
+        self.positions.apply_qk_layer(ctx, layer, label, turned, k_view).unwrap();
+        if turning.is_none() {
+            self.kv.write_kv(ctx, layer, label, &k.view(&k_shape), &v.view(&k_shape)).unwrap();
+        }
         let mut stored = [vec![0.0; tokens * HEADS * DIM], vec![0.0; tokens * HEADS * DIM]];
         let [stored_k, stored_v] = &mut stored;
         let mut k_view = TensorViewMut::from_slice(stored_k, &k_shape);

@@ -7,7 +7,7 @@ use device::cuda::{Columns, Context, RopePhases, Stream, part_of};
 use device::ops::RopeLayout;
 use resource_api::{
     EngineResourceInfo, HostServicesHandle, PositionGroup, PositionsPlan, Result, StepContext,
-    TensorViewMut,
+    TensorViewMut, Turning,
 };
 
 /// What the device needs: the ids of every slot's plan, and the frequencies.
@@ -72,6 +72,25 @@ impl Cuda {
         Ok(())
     }
 
+    /// How a group is turned.
+    ///
+    /// # Errors
+    /// `INTERNAL` for a plan that was not uploaded.
+    pub(crate) fn turning(
+        &self,
+        plan: &PositionsPlan,
+        group: &PositionGroup,
+        is_local: bool,
+    ) -> Result<Turning> {
+        let (first, tokens) = (group.first_token as usize, group.num_tokens as usize);
+        let (phases, is_interleaved) = self.phases(is_local).describe();
+        Ok(Turning { positions: part_of(plan.device, first, tokens)?, phases, is_interleaved })
+    }
+
+    fn phases(&self, is_local: bool) -> &RopePhases {
+        self.local.as_ref().filter(|_| is_local).unwrap_or(&self.turning)
+    }
+
     /// Turns the queries and keys of a group.
     ///
     /// # Errors
@@ -88,7 +107,6 @@ impl Cuda {
         let stream = Stream::of_step(&self.context, ctx)?;
         let (first, tokens) = (group.first_token as usize, group.num_tokens as usize);
         let ids = part_of(plan.device, first, tokens)?;
-        let local = self.local.as_ref().filter(|_| is_local);
-        Ok(local.unwrap_or(&self.turning).turn(&stream, ids, q, k)?)
+        Ok(self.phases(is_local).turn(&stream, ids, q, k)?)
     }
 }

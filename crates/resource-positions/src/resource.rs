@@ -8,7 +8,7 @@ use resource_api::{
     KvPlan, LabelId, MAX_SLOTS, NodeId, NodeResourceSpec, Plan, PlanSlots, PositionStepOptions,
     PositionsHandle, PositionsPlan, PrefixInputs, PrefixWalk, PublishedInfo, RequestId,
     RequestOverrides, Resource, ResourceError, ResourceKey, ResourceKind, ResourceStep, Result,
-    StepContext, TensorViewMut, WalkId,
+    StepContext, TensorViewMut, Turning, WalkId,
 };
 
 use crate::counters::{Counters, admit};
@@ -113,6 +113,11 @@ impl Positions {
 
     /// Turns the queries and keys of a label's group by the frequencies of all layers, or of the local
     /// ones.
+    /// What turns the layers that turn otherwise, if this is one.
+    fn local_of(&self, layer: u32) -> Option<&Local> {
+        self.local.as_ref().filter(|local| local.layers.contains(&layer))
+    }
+
     fn turn(
         &self,
         local: Option<&Local>,
@@ -211,6 +216,10 @@ impl Resource for Positions {
     }
 
     fn supports_preplan(&self) -> bool {
+        true
+    }
+
+    fn takes_outputs_late(&self) -> bool {
         true
     }
 
@@ -418,8 +427,20 @@ impl resource_api::Positions for Positions {
         q: &mut TensorViewMut<'_>,
         k: &mut TensorViewMut<'_>,
     ) -> Result<()> {
-        let local = self.local.as_ref().filter(|local| local.layers.contains(&layer));
-        self.turn(local, ctx, label, q, k)
+        self.turn(self.local_of(layer), ctx, label, q, k)
+    }
+
+    fn turning(
+        &self,
+        ctx: &StepContext<'_>,
+        layer: u32,
+        label: LabelId,
+    ) -> Result<Option<Turning>> {
+        let Some(cuda) = &self.cuda else { return Ok(None) };
+        let plan = ctx.plan_result::<PositionsPlan>(self.index)?;
+        let group = plan.groups.iter().find(|g| g.label == label);
+        let group = group.ok_or_else(|| unplanned(label))?;
+        cuda.turning(plan, group, self.local_of(layer).is_some()).map(Some)
     }
 }
 

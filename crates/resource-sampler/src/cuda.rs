@@ -1,14 +1,15 @@
 //! Sampling on a CUDA device: the same choice as on the CPU, from logits that stay there.
 
+use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use device::Budget;
 use device::cuda::{
-    Context, DeviceBuffer, PinnedBuffer, RowSampler, SampleRow, Stream, read_tensor,
+    Context, DeviceBuffer, PinnedBuffer, RowSampler, SampleRow, SampledRow, Stream, read_tensor,
 };
 use resource_api::{
     EngineResourceInfo, HostServicesHandle, LogitsProcessor, LogitsProcessorHandle, RequestId,
-    ResourceError, Result, Sampled, StepContext, TensorView, TensorViewMut,
+    ResourceError, Result, Sampled, StepContext, StepId, TensorView, TensorViewMut,
 };
 
 use crate::draw::{Draw, Scratch};
@@ -29,6 +30,8 @@ struct State {
     sampler: RowSampler,
     rows: Vec<SampleRow>,
     processing: Option<Processing>,
+    /// Calls whose answers have not been read: step, number of the call, rows.
+    begun: VecDeque<(StepId, usize, usize)>,
 }
 
 /// What is needed where processors change the logits.
@@ -57,7 +60,12 @@ impl Cuda {
         let bytes = RowSampler::bytes(vocabulary, max_rows, sets);
         let budget = Budget::take(&info.host, info.device, bytes)?;
         let sampler = RowSampler::new(&context, vocabulary, max_rows, sets)?;
-        let state = Mutex::new(State { sampler, rows: Vec::new(), processing: None });
+        let state = Mutex::new(State {
+            sampler,
+            rows: Vec::new(),
+            processing: None,
+            begun: VecDeque::new(),
+        });
         let host = info.host.clone();
         Ok(Self { context, vocabulary, max_rows, state, host, _budget: budget })
     }
@@ -94,14 +102,9 @@ impl Cuda {
         rids: &[RequestId],
         out: &mut [Sampled],
     ) -> Result<()> {
-        if out.len() > self.max_rows {
-            let what =
-                format!("{} rows to sample; the engine's batch has {}", out.len(), self.max_rows);
-            let (asked, most) = (out.len() as u64, self.max_rows as u64);
-            return Err(ResourceError::invalid(what).with_amounts(asked, most));
-        }
+        self.check_rows(out.len())?;
         let stream = Stream::of_step(&self.context, ctx)?;
-        let State { sampler, rows, processing } = &mut *self.state();
+        let State { sampler, rows, processing, .. } = &mut *self.state();
         let mut sets = 0;
         rows.clear();
         rows.extend((0..out.len()).map(|i| {
@@ -118,7 +121,7 @@ impl Cuda {
             }
         };
         let sets = sets as usize;
-        let sampled = match processing {
+        let call = match processing {
             Some(processing) if !processors.is_empty() => {
                 let &[count, width] = logits.shape() else { return Err(not_rows(logits)) };
                 let shape = [count, width].map(|n| n.max(0) as usize);
@@ -128,14 +131,59 @@ impl Cuda {
                     processor.process(ctx, rids, logits)
                 })?;
                 let model = processing.model.view(&shape)?;
-                sampler.sample(&stream, &model, &logits.view(), rows, sets, fill)?
+                sampler.begin(&stream, &model, &logits.view(), rows, sets, fill, None)?
             }
-            _ => sampler.sample(&stream, &logits.view(), &logits.view(), rows, sets, fill)?,
+            _ => sampler.begin(&stream, &logits.view(), &logits.view(), rows, sets, fill, None)?,
         };
-        for (out, row) in out.iter_mut().zip(sampled) {
-            *out = Sampled { token: row.token, status: row.status, logprob: row.logprob };
-        }
+        give(sampler.answer(call, out.len())?, out);
         Ok(())
+    }
+
+    /// Begins to sample a token for each of `count` rows of `logits`, none of which has seen anything that
+    /// counts; `tokens` gets them.
+    ///
+    /// # Errors
+    /// As for [`Cuda::sample`].
+    pub(crate) fn begin<'d>(
+        &self,
+        ctx: &StepContext<'_>,
+        count: usize,
+        draw: impl Fn(usize) -> Draw<'d>,
+        logits: &TensorView<'_>,
+        tokens: &mut TensorViewMut<'_>,
+    ) -> Result<()> {
+        self.check_rows(count)?;
+        let stream = Stream::of_step(&self.context, ctx)?;
+        let State { sampler, rows, begun, .. } = &mut *self.state();
+        rows.clear();
+        rows.extend((0..count).map(|i| row(&draw(i), SampleRow::NO_SET)));
+        let call = sampler.begin(&stream, logits, logits, rows, 0, |_| {}, Some(tokens))?;
+        // One that nobody asked for has no answer any more.
+        begun.retain(|&(_, other, _)| other != call);
+        begun.push_back((ctx.step(), call, count));
+        Ok(())
+    }
+
+    /// Waits for what [`Cuda::begin`] began in a step.
+    ///
+    /// # Errors
+    /// `WRONG_STATE` for a step that began nothing, or was asked for already.
+    pub(crate) fn end(&self, step: StepId, out: &mut [Sampled]) -> Result<()> {
+        let State { sampler, begun, .. } = &mut *self.state();
+        let at = begun.iter().position(|&(other, _, rows)| other == step && rows == out.len());
+        let Some((_, call, rows)) = at.and_then(|at| begun.remove(at)) else {
+            return Err(not_begun(step, out.len()));
+        };
+        give(sampler.answer(call, rows)?, out);
+        Ok(())
+    }
+
+    fn check_rows(&self, rows: usize) -> Result<()> {
+        if rows <= self.max_rows {
+            return Ok(());
+        }
+        let what = format!("{rows} rows to sample; the engine's batch has {}", self.max_rows);
+        Err(ResourceError::invalid(what).with_amounts(rows as u64, self.max_rows as u64))
     }
 
     /// Samples the rows with adjustments anew, on the host: few requests have any, and the choice is the
@@ -213,6 +261,18 @@ impl OnHost<'_> {
         }
         Ok(())
     }
+}
+
+fn give(rows: &[SampledRow], out: &mut [Sampled]) {
+    for (out, row) in out.iter_mut().zip(rows) {
+        *out = Sampled { token: row.token, status: row.status, logprob: row.logprob };
+    }
+}
+
+/// The error of who asks for samples that nobody began.
+pub(crate) fn not_begun(step: StepId, rows: usize) -> ResourceError {
+    let step = step.0;
+    ResourceError::wrong_state(format!("step {step} has not begun to sample {rows} rows"))
 }
 
 fn row(draw: &Draw<'_>, set: u32) -> SampleRow {

@@ -74,7 +74,7 @@ fn write_rows<'r>(
         }
         rows[at] = row as u32;
         if !staged {
-            position[at] = request.position();
+            position[at] = request.next_position();
             fresh_len[at] = 0;
         }
     }

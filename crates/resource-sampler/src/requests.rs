@@ -26,6 +26,8 @@ pub struct Request {
     pub params: SamplingParams,
     /// The step whose sample is thrown away.
     discarded: AtomicU64,
+    /// The last step that began to sample and whose output has not been told.
+    begun: AtomicU64,
     /// Kept for those with a repetition penalty.
     pub seen: Option<Arc<Seen>>,
     /// Of those that have any.
@@ -33,9 +35,21 @@ pub struct Request {
 }
 
 impl Request {
-    /// Number of tokens sampled so far.
+    /// Number of tokens sampled so far, as far as they were told of.
     pub fn position(&self) -> u32 {
         self.position.load(Relaxed)
+    }
+
+    /// The same with one that a step has begun to sample.
+    pub fn next_position(&self) -> u32 {
+        let begun = self.begun.load(Relaxed);
+        let counts = begun != NONE && begun != self.discarded.load(Relaxed);
+        self.position() + u32::from(counts)
+    }
+
+    /// Notes that a step samples, and that its output will be told later.
+    pub fn begin(&self, step: StepId) {
+        self.begun.store(step.0, Relaxed);
     }
 
     /// Notes that the sample of this step is thrown away.
@@ -46,6 +60,9 @@ impl Request {
     /// Takes a sampled token on, unless the sample was thrown away.
     #[inline]
     pub fn take_output(&mut self, step: StepId, token: u32) {
+        if *self.begun.get_mut() == step.0 {
+            *self.begun.get_mut() = NONE;
+        }
         if *self.discarded.get_mut() != step.0 {
             self.take_outside(token);
         }
@@ -148,6 +165,7 @@ impl Requests {
             version: self.versions,
             params,
             discarded: AtomicU64::new(NONE),
+            begun: AtomicU64::new(NONE),
             seen,
             adjust,
         });

@@ -7,11 +7,11 @@ use resource_api::{
     LabelId, LogitsProcessor, LogitsProcessorHandle, NodeId, NodeResourceSpec, Offered, Plan,
     PlanSlots, PublishedInfo, RequestId, RequestOverrides, Resource, ResourceError, ResourceKey,
     ResourceKind, ResourceStep, Result, Sampled, SamplerHandle, SamplerPlan, SamplerStepOptions,
-    StepContext, TensorView, TensorViewMut, WalkId,
+    StepContext, StepId, TensorView, TensorViewMut, WalkId,
 };
 
 use crate::adjust::Adjustments;
-use crate::cuda::Cuda;
+use crate::cuda::{Cuda, not_begun};
 use crate::draw::{Draw, Scratch, draw, top_logprobs};
 use crate::params::SamplingParams;
 use crate::plan;
@@ -20,6 +20,9 @@ use crate::seen::Seen;
 use crate::spec::SamplerSpec;
 
 mod published;
+
+/// The token of a bad row, for work that follows.
+const NO_TOKEN: u32 = i32::MAX as u32;
 
 /// A built `sampler` resource.
 pub struct Sampler {
@@ -31,6 +34,8 @@ pub struct Sampler {
     plans: PlanSlots<SamplerPlan>,
     processors: RwLock<Vec<LogitsProcessorHandle>>,
     batch: Mutex<Batch>,
+    /// On the CPU: what steps that began to sample got.
+    begun: Mutex<Vec<(StepId, Vec<Sampled>)>>,
     scratch: Mutex<Vec<Scratch>>,
     /// Where the engine runs on a CUDA device.
     cuda: Option<Cuda>,
@@ -73,6 +78,7 @@ impl ResourceKind for Sampler {
             plans: PlanSlots::new(),
             processors: RwLock::default(),
             batch: Mutex::default(),
+            begun: Mutex::default(),
             scratch: Mutex::default(),
             host: info.host.clone(),
         })
@@ -129,6 +135,10 @@ impl Resource for Sampler {
     }
 
     fn supports_preplan(&self) -> bool {
+        true
+    }
+
+    fn takes_outputs_late(&self) -> bool {
         true
     }
 
@@ -278,11 +288,10 @@ impl resource_api::Sampler for Sampler {
             // Checked by `find_seen`.
             let seat = plan::planned_seat(plan, rids[i]).unwrap_or_default();
             Draw {
-                params: plan::params(plan, seat),
-                position: plan.position[seat],
                 seen: seen[i].as_deref(),
                 fresh: if seen[i].is_some() { plan::fresh(plan, seat) } else { &[] },
                 adjust: adjust.get(i).and_then(Option::as_deref),
+                ..plain_draw(plan, seat)
             }
         };
         let processors = self.processors.read().unwrap_or_else(PoisonError::into_inner);
@@ -337,6 +346,95 @@ impl resource_api::Sampler for Sampler {
             ))
         })?;
         self.with_scratch(|scratch| top_logprobs(row, ids, logprobs, scratch))
+    }
+
+    fn can_begin(&self, rids: &[RequestId]) -> bool {
+        let requests = self.requests();
+        let is_plain = |rid: &RequestId| {
+            requests.get(*rid).is_none_or(|r| r.seen.is_none() && r.adjust.is_none())
+        };
+        self.processors.read().is_ok_and(|p| p.is_empty()) && rids.iter().all(is_plain)
+    }
+
+    fn begin_sample(
+        &self,
+        ctx: &StepContext<'_>,
+        rids: &[RequestId],
+        logits: &mut TensorViewMut<'_>,
+        tokens: &mut TensorViewMut<'_>,
+    ) -> Result<()> {
+        if !self.can_begin(rids) {
+            return Err(ResourceError::unsupported(format!(
+                "`{}`: a request of step {} draws by tokens that are not known yet",
+                self.key,
+                ctx.step().0
+            )));
+        }
+        match &self.cuda {
+            Some(cuda) => {
+                let plan = ctx.plan_result::<SamplerPlan>(self.index)?;
+                self.find_seen(plan, rids, &mut Vec::new())?;
+                let how = |i: usize| {
+                    // Checked by `find_seen`.
+                    plain_draw(plan, plan::planned_seat(plan, rids[i]).unwrap_or_default())
+                };
+                cuda.begin(ctx, rids.len(), how, &logits.view(), tokens)?;
+            }
+            None => self.begin_on_host(ctx, rids, logits, tokens)?,
+        }
+        let requests = self.requests();
+        rids.iter().filter_map(|&rid| requests.get(rid)).for_each(|r| r.begin(ctx.step()));
+        Ok(())
+    }
+
+    fn end_sample(&self, step: StepId, out: &mut [Sampled]) -> Result<()> {
+        if let Some(cuda) = &self.cuda {
+            return cuda.end(step, out);
+        }
+        let mut begun = self.begun();
+        let at = begun.iter().position(|(other, rows)| *other == step && rows.len() == out.len());
+        let at = at.ok_or_else(|| not_begun(step, out.len()))?;
+        out.copy_from_slice(&begun.remove(at).1);
+        Ok(())
+    }
+}
+
+/// How the request in a seat draws, by its parameters alone.
+fn plain_draw(plan: &SamplerPlan, seat: usize) -> Draw<'static> {
+    let (params, position) = (plan::params(plan, seat), plan.position[seat]);
+    Draw { params, position, seen: None, fresh: &[], adjust: None }
+}
+
+impl Sampler {
+    fn begun(&self) -> MutexGuard<'_, Vec<(StepId, Vec<Sampled>)>> {
+        self.begun.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The CPU has the answer at once, and keeps it as a device would.
+    fn begin_on_host(
+        &self,
+        ctx: &StepContext<'_>,
+        rids: &[RequestId],
+        logits: &mut TensorViewMut<'_>,
+        tokens: &mut TensorViewMut<'_>,
+    ) -> Result<()> {
+        let mut out = vec![Sampled::default(); rids.len()];
+        resource_api::Sampler::sample(self, ctx, rids, logits, &mut out)?;
+        let told = tokens.as_mut_slice::<u32>().filter(|told| told.len() == out.len());
+        let Some(told) = told else {
+            let what = format!("tokens are not contiguous u32 [{}] in host memory", out.len());
+            return Err(ResourceError::invalid(what));
+        };
+        for (told, sampled) in told.iter_mut().zip(&out) {
+            *told = if sampled.status == Sampled::OK { sampled.token } else { NO_TOKEN };
+        }
+        let mut begun = self.begun();
+        // As on a device, where the step that goes on and the one before it have room.
+        while begun.len() >= 2 {
+            begun.remove(0);
+        }
+        begun.push((ctx.step(), out));
+        Ok(())
     }
 }
 

@@ -189,3 +189,31 @@ fn processors_change_the_choice_and_not_the_log_probability() {
         both.step(&rids, &rows, &[]);
     }
 }
+
+#[test]
+#[ignore = "needs a GPU"]
+fn steps_that_begin_before_the_last_ones_output_draw_what_the_cpu_draws() {
+    let vocab = 20_001;
+    let (cpu, cuda) = (Engine::new(vocab), Engine::on_device(vocab));
+    let rids = [rid(0), rid(1), rid(2)];
+    let mut random = Noise(99);
+    for (i, &rid) in rids.iter().enumerate() {
+        let top_k = [0, 20, 0][i];
+        let config = format!(
+            r#"{{"temperature": {}, "top_k": {top_k}, "top_p": 0.9, "seed": {i}}}"#,
+            [0.0, 1.0, 1.5][i]
+        );
+        cpu.ingest(rid, &config);
+        cuda.ingest(rid, &config);
+    }
+    // A bad row would be the end of its request.
+    let is_good = |row: &Vec<f32>| !row.iter().any(|x| x.is_nan() || *x == f32::INFINITY);
+    let mut rows = std::iter::repeat_with(|| random.row(vocab)).filter(is_good);
+    let steps: Vec<Vec<Vec<f32>>> = (0..20).map(|_| rows.by_ref().take(3).collect()).collect();
+    for (rows, got) in steps.iter().zip(cuda.run_ahead(&rids, &steps)) {
+        let rows: Vec<&[f32]> = rows.iter().map(Vec::as_slice).collect();
+        for (want, got) in cpu.step(&rids, &rows).iter().zip(&got) {
+            assert_eq!((want.status, want.token), (got.status, got.token));
+        }
+    }
+}

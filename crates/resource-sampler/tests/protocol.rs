@@ -5,7 +5,7 @@ mod common;
 
 use common::*;
 use resource_api::host::PlainHost;
-use resource_api::{NodeId, PublishedInfo, RequestId, Resource as _, WalkId};
+use resource_api::{NodeId, PublishedInfo, RequestId, Resource as _, Sampler as _, WalkId};
 
 const A: RequestId = RequestId::new(0, 1);
 const B: RequestId = RequestId::new(9, 4);
@@ -186,4 +186,55 @@ fn prompt_tokens_are_seen_from_the_start_whether_or_not_a_step_feeds_them() {
     // A cached prefix is never fed: what it held comes with the request.
     e.ingest_prompt(A, r#"{"temperature": 0, "repetition_penalty": 4}"#, &[0, 1]).unwrap();
     assert_eq!(e.step(&[A], &[&[4.0, 3.0, 2.0, 1.5]])[0].token, 2);
+}
+
+#[test]
+fn steps_that_begin_before_the_last_ones_output_draw_what_they_draw_without() {
+    let config = r#"{"temperature": 1.3, "seed": 5}"#;
+    let (one, other) = (Engine::new(200), Engine::new(200));
+    for engine in [&one, &other] {
+        engine.ingest(A, config);
+        engine.ingest(B, r#"{"temperature": 0.9, "top_k": 50, "seed": 6}"#);
+    }
+    let rids = [A, B];
+    let rows = |n: u64| vec![noise(n, 200), noise(n + 100, 200)];
+    let steps: Vec<_> = (0..9).map(rows).collect();
+    let plain = |rows: &Vec<Vec<f32>>| one.step(&rids, &[&rows[0], &rows[1]]);
+    let want: Vec<_> = steps.iter().map(plain).collect();
+    assert_eq!(other.run_ahead(&rids, &steps), want);
+    // What follows goes on from there.
+    let rows = rows(77);
+    assert_eq!(other.step(&rids, &[&rows[0], &rows[1]]), one.step(&rids, &[&rows[0], &rows[1]]));
+}
+
+#[test]
+fn requests_that_draw_by_their_tokens_cannot_begin_ahead() {
+    let engine = Engine::new(100);
+    engine.ingest(A, r#"{"temperature": 0.7, "top_p": 0.9, "min_p": 0.1}"#);
+    assert!(engine.api.can_begin(&[A]));
+    let cases = [
+        r#"{"repetition_penalty": 1.2}"#,
+        r#"{"presence_penalty": 0.5}"#,
+        r#"{"frequency_penalty": 0.5}"#,
+        r#"{"min_tokens": 3, "end_token_ids": [1]}"#,
+    ];
+    for config in cases {
+        engine.ingest(B, config);
+        assert!(!engine.api.can_begin(&[A, B]), "{config}");
+        engine.resource.remove_request(B).unwrap();
+        assert!(engine.api.can_begin(&[A, B]));
+    }
+    struct Idle;
+    impl resource_api::LogitsProcessor for Idle {
+        fn process(
+            &self,
+            _: &resource_api::StepContext<'_>,
+            _: &[RequestId],
+            _: &mut resource_api::TensorViewMut<'_>,
+        ) -> resource_api::Result<()> {
+            Ok(())
+        }
+    }
+    engine.bind_all([Idle]);
+    assert!(!engine.api.can_begin(&[A]), "nobody knows what a processor looks at");
 }

@@ -6,11 +6,11 @@ use std::sync::atomic::AtomicU32;
 
 use resource_api::{
     AdmitOutcome, Attention, AttentionHandle, CGSlotSpec, Capability, CrossAttention,
-    CrossAttentionHandle, EngineResourceInfo, KvCache, KvCacheHandle, KvLayer, LabelId,
+    CrossAttentionHandle, EngineResourceInfo, HeadTurn, KvCache, KvCacheHandle, KvLayer, LabelId,
     LogitsProcessor, LogitsProcessorHandle, NodeId, NodeResourceSpec, Offered, Plan, Positions,
     PositionsHandle, PrefixInputs, PrefixWalk, PublishedInfo, RequestId, RequestOverrides,
     Resource, ResourceKey, ResourceKind, ResourceStep, Result, Sampled, Sampler, SamplerHandle,
-    StepContext, StepId, TensorView, TensorViewMut, TypedRef, WalkId,
+    StepContext, StepId, TensorView, TensorViewMut, Turning, TypedRef, WalkId,
 };
 use serde::Deserialize;
 
@@ -95,6 +95,7 @@ panicking!(Resource {
     fn inspect() -> String;
     fn prefix_skip_safe() -> bool;
     fn supports_preplan() -> bool;
+    fn takes_outputs_late() -> bool;
     fn supports_eviction() -> bool;
     fn force_double_buffer() -> bool;
     fn fingerprint() -> Option<Vec<u8>>;
@@ -144,6 +145,10 @@ panicking!(KvCache {
     fn protect_prefix(RequestId, LabelId, u32) -> Result<()>;
     fn release_oldest(RequestId, LabelId, u32) -> Result<u32>;
     fn correct_len(RequestId, LabelId, u32) -> Result<()>;
+    fn write_turned(
+        &StepContext<'_>, u32, LabelId, &mut TensorViewMut<'_>, &TensorView<'_>, &TensorView<'_>,
+        &HeadTurn
+    ) -> Result<bool>;
     fn assert_pages_conserved() -> Result<()>;
 });
 
@@ -172,6 +177,7 @@ panicking!(Positions {
     fn apply_qk_layer(
         &StepContext<'_>, u32, LabelId, &mut TensorViewMut<'_>, &mut TensorViewMut<'_>
     ) -> Result<()>;
+    fn turning(&StepContext<'_>, u32, LabelId) -> Result<Option<Turning>>;
 });
 
 panicking!(Sampler {
@@ -179,6 +185,11 @@ panicking!(Sampler {
         &StepContext<'_>, &[RequestId], &mut TensorViewMut<'_>, &mut [Sampled]
     ) -> Result<()>;
     fn top_logprobs(&TensorView<'_>, &mut [u32], &mut [f32]) -> Result<()>;
+    fn can_begin(&[RequestId]) -> bool;
+    fn begin_sample(
+        &StepContext<'_>, &[RequestId], &mut TensorViewMut<'_>, &mut TensorViewMut<'_>
+    ) -> Result<()>;
+    fn end_sample(StepId, &mut [Sampled]) -> Result<()>;
 });
 
 panicking!(LogitsProcessor {

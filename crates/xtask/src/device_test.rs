@@ -18,7 +18,7 @@ use crate::step::{Step, cargo, expect_success, shown};
 use crate::{kernels, model, plugins};
 
 /// Packages with tests that need a GPU, which are in `tests/cuda*.rs` or in `tests/decoder`.
-const PACKAGES: [&str; 4] = ["device", "model", "resource-kv", "resource-sampler"];
+const PACKAGES: [&str; 5] = ["device", "engine-host", "model", "resource-kv", "resource-sampler"];
 
 #[derive(clap::Args)]
 pub struct DeviceTestOptions {

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use cudarc::driver::sys;
 use resource_api::{
-    DType, DeviceColumn, KvFacts, RawTensor, TensorView, TensorViewMut, tensor::MAX_RANK,
+    DType, DeviceColumn, HeadTurn, KvFacts, RawTensor, TensorView, TensorViewMut, tensor::MAX_RANK,
 };
 
 use super::check::driver as check;
@@ -17,6 +17,9 @@ use super::tensor::{refuse, shaped, strided};
 use crate::error::{Error, Result};
 
 const THREADS: u32 = 128;
+
+/// A head has the lanes of one warp at most, of 16 elements each.
+const WIDEST_HEAD: usize = 512;
 
 /// Where a group's tokens lie in a cache: a page and a slot for each.
 #[derive(Debug, Clone, Copy)]
@@ -36,6 +39,8 @@ pub struct KvPool {
     facts: KvFacts,
     /// By activations: bf16, f32, and the cache's own 2-byte type where it is neither.
     write: Vec<(DType, Kernel)>,
+    /// With rotation and norms of heads; by activations: bf16 and f32.
+    write_turned: [(DType, Kernel); 2],
     read: Kernel,
 }
 
@@ -69,8 +74,13 @@ impl KvPool {
             let name = format!("kv_write_{}_{}", dtype.name(), stored.name());
             Ok((dtype, module.kernel(&name)?))
         };
+        let turned = |dtype: DType| {
+            let name = format!("rope_write_{}_{}", dtype.name(), stored.name());
+            Ok::<_, Error>((dtype, module.kernel(&name)?))
+        };
         Ok(Self {
             context: context.clone(),
+            write_turned: [turned(DType::BF16)?, turned(DType::F32)?],
             write: sources.into_iter().map(kernel).collect::<Result<_>>()?,
             read: module.kernel(&format!("kv_read_{}", stored.name()))?,
             memory: DeviceBuffer::zeroed(context, bytes)?,
@@ -133,6 +143,70 @@ impl KvPool {
         // i64 x 4, u32 x 5). The views promise `tokens` rows of heads, the columns as many places, which
         // the kernel compares with the pages and slots that there are; a page's end is inside its stride.
         unsafe { kernel.launch_early(stream, self.grid(tokens, items), &args) }
+    }
+
+    /// Norms and turns the heads of `q` in place and those of `k` on the way, as `how` says, and stores keys and
+    /// values as [`KvPool::write`] does, later: one kernel for all of it. `false`, with nothing done, for
+    /// what it does not take: other types than bf16 and f32, heads that are not a multiple of 16 elements
+    /// wide, not side by side, or not at 16 bytes, and columns of other lengths.
+    ///
+    /// # Errors
+    /// As for [`KvPool::write`].
+    #[allow(clippy::too_many_arguments)]
+    pub fn write_turned(
+        &self,
+        stream: &Stream,
+        layer: u32,
+        places: Places,
+        q: &mut TensorViewMut<'_>,
+        k: &TensorView<'_>,
+        v: &TensorView<'_>,
+        how: &HeadTurn,
+    ) -> Result<bool> {
+        let tokens = places.page.len().min(places.slot.len());
+        let f = &self.facts;
+        let (dtype, dim, pairs) = (k.raw().dtype, f.head_dim as usize, how.turning.phases.len());
+        let Some((_, kernel)) = self.write_turned.iter().find(|(source, _)| *source == dtype)
+        else {
+            return Ok(false);
+        };
+        let heads = f.num_kv_heads;
+        let q_heads = u32::try_from(q.raw().shape().get(1).copied().unwrap_or(0)).unwrap_or(0);
+        let q = self.heads_of("q", q.raw(), dtype, tokens, q_heads)?;
+        let (k, v) = (
+            self.heads_of("k", k.raw(), dtype, tokens, heads)?,
+            self.heads_of("v", v.raw(), dtype, tokens, heads)?,
+        );
+        let strides = [f.page_stride, f.layer_stride, f.kv_stride, f.head_stride, f.slot_stride];
+        let is_norm = |norm: DeviceColumn<f32>| norm.is_empty() || norm.len() == dim;
+        let fits = [&q, &k, &v].iter().all(|s| s.is_wide && s.head_stride == i64::from(f.head_dim))
+            && strides.iter().all(|s| s.is_multiple_of(8))
+            && dim.is_multiple_of(16)
+            && dim <= WIDEST_HEAD
+            && pairs.is_multiple_of(8)
+            && 2 * pairs <= dim
+            && how.turning.positions.len() == tokens
+            && is_norm(how.q_norm)
+            && is_norm(how.k_norm);
+        if !fits {
+            return Ok(false);
+        }
+        let lanes = (dim / 16).next_power_of_two() as u32;
+        let mut args = Args::default();
+        args.push(q.address).push(q.token_stride).push(q_heads);
+        args.push(k.address).push(k.token_stride).push(v.address).push(v.token_stride);
+        args.push(heads).push(f.head_dim).push(lanes);
+        args.push(how.q_norm.address()).push(how.k_norm.address()).push(how.eps);
+        args.push(how.turning.positions.address()).push(how.turning.phases.address());
+        args.push(pairs as u32).push(u32::from(how.turning.is_interleaved));
+        self.push_places(&mut args, layer, places)?;
+        let items = (q_heads + 2 * heads) * lanes;
+        // SAFETY: the signature is (T*, i64, u32, const T*, i64, const T*, i64, u32 x 3, const float* x 2, float,
+        // const u32*, const u64*, u32 x 2, const u32* x 2, C*, i64 x 4, u32 x 2). The views promise `tokens`
+        // rows of those heads, the columns as many elements as were compared above, and their owners that
+        // they are memory of this device; places are compared with what there is, as for `write`.
+        unsafe { kernel.launch_early(stream, self.grid(tokens, items), &args)? };
+        Ok(true)
     }
 
     /// Reads what lies at `places` in `layer`, later, into contiguous f32 tensors `[tokens, heads, dim]`
@@ -275,8 +349,20 @@ impl KvPool {
         dtype: DType,
         tokens: usize,
     ) -> Result<Source> {
+        self.heads_of(what, raw, dtype, tokens, self.facts.num_kv_heads)
+    }
+
+    /// Checks a tensor of heads.
+    fn heads_of(
+        &self,
+        what: &'static str,
+        raw: &RawTensor,
+        dtype: DType,
+        tokens: usize,
+        heads: u32,
+    ) -> Result<Source> {
         let address = strided(what, &self.context, raw, dtype)?;
-        let (heads, dim) = (i64::from(self.facts.num_kv_heads), i64::from(self.facts.head_dim));
+        let (heads, dim) = (i64::from(heads), i64::from(self.facts.head_dim));
         match (raw.shape(), raw.strides) {
             (&[n, h, d], [token_stride, head_stride, 1, ..])
                 if n >= tokens as i64
@@ -301,7 +387,7 @@ impl KvPool {
     }
 }
 
-/// A tensor to be stored. Strides count elements.
+/// A tensor of heads. Strides count elements.
 struct Source {
     address: u64,
     token_stride: i64,

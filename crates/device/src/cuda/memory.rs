@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use bytemuck::Pod;
 use cudarc::driver::sys::{self, CUresult};
 use resource_api::tensor::MAX_RANK;
-use resource_api::{Element, RawTensor, TensorView, TensorViewMut};
+use resource_api::{DeviceColumn, Element, RawTensor, TensorView, TensorViewMut};
 
 use super::check::driver as check;
 use super::context::Context;
@@ -126,6 +126,12 @@ impl<T> DeviceBuffer<T> {
     /// Where it begins on the device; aligned to 256 bytes.
     pub fn address(&self) -> u64 {
         self.address
+    }
+
+    /// All elements as a column. Whoever hands it on keeps this value for as long as it is read.
+    pub fn column(&self) -> DeviceColumn<T> {
+        // SAFETY: the whole allocation, which this value keeps.
+        unsafe { DeviceColumn::from_raw(self.address, self.len) }
     }
 
     /// The context it belongs to.

@@ -35,6 +35,9 @@ const THREADS: u32 = 256;
 const WIDEST_NORM: usize = 2 * 8 * 1024;
 
 impl Ops {
+    /// Added to the number of a sample, the id of a token that is known on the device only.
+    pub const FROM_SAMPLE: u32 = 1 << 31;
+
     /// Whether rows of such a width can be worked on: a multiple of 8. For whoever loads a model, who can
     /// say so before anything runs.
     ///
@@ -77,7 +80,8 @@ impl Ops {
     }
 
     /// `out[t] = table[ids[t]] * scale`, zeros for an id past the table: ids u32 `[tokens]`, table bf16
-    /// `[vocabulary, width]`, out f32 `[tokens, width]`.
+    /// `[vocabulary, width]`, out f32 `[tokens, width]`. An id of [`Ops::FROM_SAMPLE`] or above is that of one
+    /// of `sampled`, u32, as earlier work of the stream leaves them.
     ///
     /// # Errors
     /// [`Error::Tensor`] where the tensors do not fit, as everywhere here.
@@ -85,22 +89,25 @@ impl Ops {
         &self,
         stream: &Stream,
         ids: &TensorView<'_>,
+        sampled: &TensorView<'_>,
         table: &TensorView<'_>,
         scale: f32,
         out: &mut TensorViewMut<'_>,
     ) -> Result<()> {
         let [tokens, width] = matrix("embedding", out.raw())?;
         let [vocabulary, _] = matrix("embedding", table.raw())?;
+        let samples = sampled.raw().elements();
         let at = Place { context: stream.context() };
         let ids = at.shaped("token ids", ids.raw(), DType::U32, &[tokens])?;
+        let sampled = at.shaped("sampled ids", sampled.raw(), DType::U32, &[samples])?;
         let table = at.shaped("embedding", table.raw(), DType::BF16, &[vocabulary, width])?;
         let out = at.shaped("embedded tokens", out.raw(), DType::F32, &[tokens, width])?;
         let grid = Grid::for_items(tokens * eighths("embedding", width)?, THREADS);
         let mut args = Args::default();
-        args.push(ids).push(table).push(out);
+        args.push(ids).push(sampled).push(samples as u32).push(table).push(out);
         args.push(tokens as u32).push(vocabulary as u32).push(width as u32).push(scale);
-        // SAFETY: the signature is (const u32*, const bf16*, float*, u32, u32, u32, float); the shapes
-        // are those of the tensors (checked), and an id past the table reads nothing.
+        // SAFETY: the signature is (const u32* x 2, u32, const bf16*, float*, u32 x 3, float); the shapes are
+        // those of the tensors (checked), and an id past the table or the samples reads nothing.
         unsafe { self.embed.launch(stream, grid, &args) }
     }
 

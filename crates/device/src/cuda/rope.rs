@@ -93,6 +93,12 @@ impl RopePhases {
         unsafe { kernel.launch_early(stream, grid, &args) }
     }
 
+    /// The phases, and whether pairs are neighbours, for kernels that turn heads on the way to somewhere. Whoever
+    /// hands the column on keeps this value for as long as it is read.
+    pub fn describe(&self) -> (DeviceColumn<u64>, bool) {
+        (self.phases.column(), self.layout == RopeLayout::Interleaved)
+    }
+
     fn heads(
         &self,
         what: &'static str,

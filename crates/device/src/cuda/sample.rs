@@ -3,14 +3,14 @@
 use std::sync::Arc;
 
 use bytemuck::{Pod, Zeroable};
-use resource_api::{DType, TensorView};
+use resource_api::{DType, TensorView, TensorViewMut};
 
 use super::context::Context;
 use super::memory::{DeviceBuffer, PinnedBuffer};
 use super::module::{Args, Grid, Kernel, Module};
 use super::source::Instance;
 use super::stream::Stream;
-use super::tensor::{refuse, strided};
+use super::tensor::{refuse, shaped, strided};
 use crate::error::{Error, Result};
 
 /// Entries of a row that one block of threads looks at.
@@ -72,10 +72,21 @@ pub struct RowSampler {
     bests: DeviceBuffer<u64>,
     keys: DeviceBuffer<u32>,
     block_sums: DeviceBuffer<u64>,
-    how: (PinnedBuffer<SampleRow>, DeviceBuffer<SampleRow>),
+    how: DeviceBuffer<SampleRow>,
+    out: DeviceBuffer<SampledRow>,
     /// Sets of seen tokens.
     seen: (PinnedBuffer<u64>, DeviceBuffer<u64>),
-    out: (DeviceBuffer<SampledRow>, PinnedBuffer<SampledRow>),
+    /// Host memory of the call that goes on and of the one before it, whose answer may not have been read.
+    turns: [Turn; 2],
+    /// Which of them is next.
+    next: usize,
+}
+
+/// The host's side of a call.
+#[derive(Debug)]
+struct Turn {
+    how: PinnedBuffer<SampleRow>,
+    out: PinnedBuffer<SampledRow>,
 }
 
 impl RowSampler {
@@ -92,6 +103,12 @@ impl RowSampler {
         let module = Module::load(context, &Instance::of("sample.cu"))?;
         let (chunks, blocks) = (vocabulary.div_ceil(CHUNK), vocabulary.div_ceil(BLOCK));
         let words = sets * vocabulary.div_ceil(64);
+        let turn = || -> Result<Turn> {
+            Ok(Turn {
+                how: PinnedBuffer::zeroed(context, rows)?,
+                out: PinnedBuffer::zeroed(context, rows)?,
+            })
+        };
         Ok(Self {
             vocabulary,
             rows,
@@ -101,9 +118,11 @@ impl RowSampler {
             bests: DeviceBuffer::new(context, rows * 2 * chunks)?,
             keys: DeviceBuffer::new(context, rows * blocks)?,
             block_sums: DeviceBuffer::new(context, rows * 2 * blocks)?,
-            how: (PinnedBuffer::zeroed(context, rows)?, DeviceBuffer::new(context, rows)?),
+            how: DeviceBuffer::new(context, rows)?,
+            out: DeviceBuffer::new(context, rows)?,
             seen: (PinnedBuffer::zeroed(context, words)?, DeviceBuffer::new(context, words)?),
-            out: (DeviceBuffer::new(context, rows)?, PinnedBuffer::zeroed(context, rows)?),
+            turns: [turn()?, turn()?],
+            next: 0,
         })
     }
 
@@ -121,12 +140,15 @@ impl RowSampler {
 
     /// Samples a token from each row of `logits` `[rows, vocabulary or more]` f32; log-probabilities are
     /// taken from `model`, the same rows before anything changed them. `seen` fills set `i` for a row
-    /// that has `set == i`, of `sets`. Waits for the answer.
+    /// that has `set == i`, of `sets`. `tokens`, u32 `[rows]`, gets the tokens by themselves. Later:
+    /// [`RowSampler::answer`] has what came of the call whose number this returns, until the one after
+    /// the next.
     ///
     /// # Errors
     /// [`Error::Tensor`] for tensors of another shape or type, [`Error::Length`] for more rows than
     /// there is memory for, [`Error::Cuda`] under capture.
-    pub fn sample(
+    #[allow(clippy::too_many_arguments)]
+    pub fn begin(
         &mut self,
         stream: &Stream,
         model: &TensorView<'_>,
@@ -134,7 +156,8 @@ impl RowSampler {
         how: &[SampleRow],
         sets: usize,
         fill_sets: impl FnOnce(&mut [u64]),
-    ) -> Result<&[SampledRow]> {
+        tokens: Option<&mut TensorViewMut<'_>>,
+    ) -> Result<usize> {
         let rows = how.len();
         if rows > self.rows {
             let (what, unit) = ("rows to sample", "rows");
@@ -146,18 +169,25 @@ impl RowSampler {
         let context = stream.context().clone();
         let model = self.rows_of("logits of the model", &context, model, rows)?;
         let logits = self.rows_of("logits", &context, logits, rows)?;
+        let tokens = match tokens {
+            Some(tokens) => shaped("sampled tokens", &context, tokens.raw(), DType::U32, &[rows])?,
+            None => 0,
+        };
+        let turn = self.next;
+        self.next = (turn + 1) % self.turns.len();
         if rows == 0 {
-            return Ok(&[]);
+            return Ok(turn);
         }
-        self.how.0.as_mut_slice()?[..rows].copy_from_slice(how);
-        stream.upload(&mut self.how.0, 0, &mut self.how.1, 0, rows)?;
+        let staging = &mut self.turns[turn].how;
+        staging.as_mut_slice()?[..rows].copy_from_slice(how);
+        stream.upload(staging, 0, &mut self.how, 0, rows)?;
         let seen = if sets > 0 { self.upload_sets(stream, sets, fill_sets)? } else { 0 };
 
         let (chunks, blocks) = (self.vocabulary.div_ceil(CHUNK), self.vocabulary.div_ceil(BLOCK));
         let mut common = Args::default();
         common.push(model.0).push(model.1).push(logits.0).push(logits.1);
         common.push(self.vocabulary as u32).push(seen).push(2 * self.set_words() as u32);
-        common.push(self.how.1.address()).push(self.bests.address());
+        common.push(self.how.address()).push(self.bests.address());
         let sizes = |args: &mut Args| {
             args.push(chunks as u32).push(blocks as u32);
         };
@@ -175,9 +205,9 @@ impl RowSampler {
         let mut pick = common;
         pick.push(self.keys.address()).push(self.block_sums.address());
         sizes(&mut pick);
-        pick.push(self.out.0.address());
+        pick.push(self.out.address()).push(tokens);
         // SAFETY: the signatures begin with (const float*, i64, const float*, i64, u32, const u32*, u32,
-        // const SampleRow*, u64*), then (u32*), (u64*) or (u32*, u64*), two u32, and the last (Sampled*).
+        // const SampleRow*, u64*), then (u32*), (u64*) or (u32*, u64*), two u32, and the last (Sampled*, u32*).
         // The views promise `rows` rows of the vocabulary, scratch memory is made for as many, and every
         // row's set is one of those uploaded (checked). Each kernel reads what the one before wrote.
         unsafe {
@@ -185,8 +215,23 @@ impl RowSampler {
             self.sums.launch_early(stream, grid(chunks, 128), &sums)?;
             self.pick.launch_early(stream, grid(1, 1024), &pick)?;
         }
-        stream.download(&self.out.0, 0, &mut self.out.1, 0, rows)?;
-        Ok(&self.out.1.as_slice()?[..rows])
+        stream.download(&self.out, 0, &mut self.turns[turn].out, 0, rows)?;
+        Ok(turn)
+    }
+
+    /// What came of a call of [`RowSampler::begin`] with so many rows. Waits for it.
+    ///
+    /// # Errors
+    /// [`Error::OutOfRange`] for a call or a row that there is not; that of a kernel that failed before.
+    pub fn answer(&self, call: usize, rows: usize) -> Result<&[SampledRow]> {
+        let out = |what: &'static str, index: usize, limit: usize| Error::OutOfRange {
+            what,
+            index,
+            limit,
+        };
+        let turn = self.turns.get(call).ok_or_else(|| out("call", call, self.turns.len()))?;
+        let all = turn.out.as_slice()?;
+        all.get(..rows).ok_or_else(|| out("sampled row", rows, all.len()))
     }
 
     /// Address of the sets on the device.

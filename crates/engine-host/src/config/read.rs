@@ -75,6 +75,7 @@ fn defaults(file: &str, base: &Path) -> Config {
             threads: std::thread::available_parallelism().map_or(1, usize::from),
             cpu_features: None,
             preplan: true,
+            run_ahead: true,
             pressure: Relief::ORDER.to_vec(),
             transfer: TransferEngine::Off,
             transfer_directory: PathBuf::from("/dev/shm"),

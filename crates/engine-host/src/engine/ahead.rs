@@ -47,9 +47,16 @@ impl Engine {
         Ok(())
     }
 
-    /// The step after the one that is about to run, as far as it can be known.
+    /// The step after the one that is about to run, as far as it can be known, for planning ahead.
     pub(super) fn foreseen_step(&mut self) -> Option<SubmoduleStep> {
         self.planner.as_ref()?;
+        let mut step = self.foresee()?;
+        self.pad(&mut step);
+        Some(step)
+    }
+
+    /// The same, declared and not padded; its requests are in `foreseen`.
+    pub(super) fn foresee(&mut self) -> Option<SubmoduleStep> {
         let max_len = self.limits.max_model_len as usize;
         let requests = &self.requests;
         let share =
@@ -61,13 +68,11 @@ impl Engine {
         let mut step = self.spare.pop()?;
         step.clear();
         step.graph_walk = self.decode;
-        let begins = |r: &Tracked| r.computed + r.in_step;
-        declare(&self.requests, &self.foreseen, begins, &mut step);
-        let in_prompt = |r: &Tracked| begins(r) < r.prompt_len;
+        declare(&self.requests, &self.foreseen, Tracked::after_step, &mut step);
+        let in_prompt = |r: &Tracked| r.after_step() < r.prompt_len;
         if self.foreseen.iter().any(|t| self.requests.get(t.rid).is_some_and(in_prompt)) {
             step.graph_walk = self.prefill;
         }
-        self.pad(&mut step);
         Some(step)
     }
 

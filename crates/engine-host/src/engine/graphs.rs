@@ -74,11 +74,12 @@ impl Engine {
         let input = model::StepInput {
             segments: live.step().segments.view(),
             token_ids: &live.step().token_ids,
+            from_sample: &[],
             sample: &[],
             top_logprobs: &[],
             score: &[],
         };
-        let (output, pool) = (&mut self.output, self.services.pool());
+        let (output, pool) = (&mut self.work.output, self.services.pool());
         let captured = self.node.forward(&live.capturing_ctx(), &input, output, pool);
         self.services.complete_epoch(self.runner.epoch());
         self.spare.push(self.runner.abandon(live));

@@ -156,7 +156,8 @@ impl Engine {
     ///
     /// # Errors
     /// A request that is not here or off the device; a resource that cannot publish now.
-    pub fn hand_over(&self, rid: RequestId) -> Result<Handover> {
+    pub fn hand_over(&mut self, rid: RequestId) -> Result<Handover> {
+        self.settle_early();
         let request = self.requests.get(rid).filter(|r| !r.offloaded && r.arriving.is_none());
         let Some(request) = request else {
             let message = format!("request {rid} has no state here that could be handed over");

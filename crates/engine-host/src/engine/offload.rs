@@ -167,6 +167,7 @@ impl Engine {
     /// Moves all running requests off the device, where resources can. They come back in the next steps.
     /// Says how many left.
     pub fn offload_running(&mut self) -> usize {
+        self.settle_early();
         self.drop_stage();
         let rids = self.scheduler.stand_aside();
         rids.into_iter().filter(|&rid| self.offload(rid)).count()

@@ -76,6 +76,7 @@ impl Engine {
     /// Has the youngest running request give way, as a lack of room would: its state leaves all
     /// resources, and it is computed again from its tokens. `None` when fewer than two run.
     pub fn preempt_youngest(&mut self) -> Option<RequestId> {
+        self.settle_early();
         let rid = self.scheduler.give_way()?;
         self.scheduler.let_join();
         self.preempt(rid);
@@ -122,7 +123,7 @@ impl Engine {
     }
 
     fn fail_culprit(&mut self, culprit: RequestId, why: &Failure) -> (Remedy, bool) {
-        match self.turns.iter().any(|t| t.rid == culprit) {
+        match self.work.ask.turns.iter().any(|t| t.rid == culprit) {
             true => self.fail(culprit, why),
             false => self.fail_turns(why),
         }
@@ -130,14 +131,14 @@ impl Engine {
     }
 
     fn fail_turns(&mut self, why: &Failure) {
-        let rids: Vec<_> = self.turns.iter().map(|t| t.rid).collect();
+        let rids: Vec<_> = self.work.ask.turns.iter().map(|t| t.rid).collect();
         self.fail_all(&rids, why);
     }
 
     /// Leaves a request that has to wait out of this step, and says whether the rest may be tried. When
     /// nobody can run, waits a little, and at last fails what has waited too long.
     fn hold(&mut self, rid: RequestId, message: &str) -> (Remedy, bool) {
-        if self.turns.len() > 1 && self.turns.iter().any(|t| t.rid == rid) {
+        if self.work.ask.turns.len() > 1 && self.work.ask.turns.iter().any(|t| t.rid == rid) {
             self.held.push(rid);
             return (Remedy::Held, true);
         }

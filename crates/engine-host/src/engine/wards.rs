@@ -142,6 +142,7 @@ impl Engine {
         }
         if let Some(entry) = broken(OnFault::Restart) {
             let key = entry.key.clone();
+            self.settle();
             self.restart(&key);
         }
     }

@@ -107,6 +107,7 @@ fn every_method_of_a_resource_may_panic() {
         ("inspect", |r| plain(r.inspect())),
         ("prefix_skip_safe", |r| plain(r.prefix_skip_safe())),
         ("supports_preplan", |r| plain(r.supports_preplan())),
+        ("takes_outputs_late", |r| plain(r.takes_outputs_late())),
         ("supports_eviction", |r| plain(r.supports_eviction())),
         ("force_double_buffer", |r| plain(r.force_double_buffer())),
         ("fingerprint", |r| plain(r.fingerprint())),

@@ -1,9 +1,10 @@
 //! Panics in what resources offer: every method of every interface, the third party's included.
 
 use resource_api::{
-    Attention, AttentionHandle, Capability, CrossAttention, CrossAttentionHandle, Interface,
-    KvCache, KvCacheHandle, LabelId, LogitsProcessor, LogitsProcessorHandle, Positions,
-    PositionsHandle, Resource, Sampled, Sampler, SamplerHandle, TensorView, TensorViewMut,
+    Attention, AttentionHandle, Capability, CrossAttention, CrossAttentionHandle, DeviceColumn,
+    HeadTurn, Interface, KvCache, KvCacheHandle, LabelId, LogitsProcessor, LogitsProcessorHandle,
+    Positions, PositionsHandle, Resource, Sampled, Sampler, SamplerHandle, StepId, TensorView,
+    TensorViewMut, Turning,
 };
 use resource_testkit::{Echo, EchoHandle};
 use serde_json::json;
@@ -47,6 +48,17 @@ fn every_method_of_a_cache_may_panic() {
         ("protect_prefix", |c| failed(c.protect_prefix(RID, MAIN, 1))),
         ("release_oldest", |c| failed(c.release_oldest(RID, MAIN, 1))),
         ("correct_len", |c| failed(c.correct_len(RID, MAIN, 1))),
+        ("write_turned", |c| {
+            let data = [0f32; 2];
+            let x = TensorView::from_slice(&data, &[1, 1, 2]);
+            let (positions, phases) = (DeviceColumn::EMPTY, DeviceColumn::EMPTY);
+            let turning = Turning { positions, phases, is_interleaved: false };
+            let (q_norm, k_norm) = (DeviceColumn::EMPTY, DeviceColumn::EMPTY);
+            let how = HeadTurn { turning, q_norm, k_norm, eps: 0.0 };
+            with_tensors(|q, _| {
+                in_step(|_, ctx| failed(c.write_turned(ctx, 0, MAIN, q, &x, &x, &how)))
+            })
+        }),
         ("assert_pages_conserved", |c| failed(c.assert_pages_conserved())),
     ];
     check("KvCache", offered, calls);
@@ -83,6 +95,7 @@ fn every_method_of_positions_may_panic() {
         ("apply_qk_layer", |p| {
             with_tensors(|q, k| in_step(|_, ctx| failed(p.apply_qk_layer(ctx, 0, MAIN, q, k))))
         }),
+        ("turning", |p| in_step(|_, ctx| failed(p.turning(ctx, 0, MAIN)))),
     ];
     check("Positions", offered, calls);
 }
@@ -101,6 +114,13 @@ fn every_method_of_a_sampler_and_of_a_processor_may_panic() {
                 failed(s.top_logprobs(&logits.view(), &mut [0; 1], &mut [0.0; 1]))
             })
         }),
+        ("can_begin", |s| plain(s.can_begin(&[RID]))),
+        ("begin_sample", |s| {
+            with_tensors(|logits, tokens| {
+                in_step(|_, ctx| failed(s.begin_sample(ctx, &[RID], logits, tokens)))
+            })
+        }),
+        ("end_sample", |s| failed(s.end_sample(StepId(1), &mut [Sampled::default()]))),
     ];
     check("Sampler", offered, calls);
     let calls: Calls<LogitsProcessorHandle> = vec![

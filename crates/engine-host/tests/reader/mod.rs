@@ -3,7 +3,7 @@
 //! out is therefore known from the tokens alone ([`expected`]), and a wrong page shows.
 #![allow(dead_code)] // each test file uses its own part
 
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Mutex, OnceLock};
 
 use device::Parallel;
 use engine_host::discovery::{Options, discover};
@@ -17,7 +17,7 @@ use engine_host::services::Services;
 use model::{Node, NodeResources, StepInput, StepOutput};
 use resource_api::{
     DType, Device, EngineLimits, KvCache, KvCacheHandle, KvPlan, LabelId, NodeResourceSpec,
-    RequestId, Resource, Sampler, SamplerHandle, StepContext, TensorView, TensorViewMut,
+    RequestId, Resource, Sampler, SamplerHandle, StepContext, StepId, TensorView, TensorViewMut,
 };
 use serde_json::{Map, Value, json};
 
@@ -34,6 +34,40 @@ pub type Meanwhile = Arc<dyn Fn(&StepContext<'_>) + Send + Sync>;
 pub struct Reader {
     handles: OnceLock<(KvCacheHandle, SamplerHandle)>,
     meanwhile: Option<Meanwhile>,
+    /// Whether it lets steps be launched.
+    runs_ahead: bool,
+    /// What the step that was launched last has sampled, where a device would have it.
+    sampled: Mutex<Vec<u32>>,
+}
+
+impl Reader {
+    /// Writes what a step adds, and gives who is sampled and their logits.
+    fn compute(
+        &self,
+        ctx: &StepContext<'_>,
+        input: &StepInput<'_>,
+        token_ids: &[u32],
+    ) -> resource_api::Result<(Vec<RequestId>, Vec<f32>)> {
+        let (kv, _) = self.handles.get().expect("attached");
+        let plan = plan_of(ctx);
+        write(kv, ctx, plan, token_ids)?;
+        if let Some(meanwhile) = &self.meanwhile {
+            meanwhile(ctx);
+        }
+        let (mut rids, mut logits) = (Vec::new(), Vec::new());
+        for &segment in input.sample {
+            let rid = input.segments.request[segment as usize];
+            rids.push(rid);
+            let own = (0..plan.request.len()).filter(|&row| plan.request[row] == rid);
+            let mut digest = 0;
+            for row in own {
+                let history = read(kv, plan, row)?;
+                digest = history.iter().fold(mix(digest), |d, &id| mix(d ^ u64::from(id)));
+            }
+            logits.extend(logits_of(digest));
+        }
+        Ok((rids, logits))
+    }
 }
 
 impl Node for Reader {
@@ -62,29 +96,63 @@ impl Node for Reader {
         _parallel: &dyn Parallel,
     ) -> resource_api::Result<()> {
         input.check(VOCAB)?;
-        let (kv, sampler) = self.handles.get().expect("attached");
-        let plan = plan_of(ctx);
-        write(kv, ctx, plan, input.token_ids)?;
-        if let Some(meanwhile) = &self.meanwhile {
-            meanwhile(ctx);
-        }
+        assert!(input.from_sample.is_empty(), "nothing was launched before");
+        let (_, sampler) = self.handles.get().expect("attached");
         out.clear();
-        let mut logits = Vec::new();
-        for &segment in input.sample {
-            let rid = input.segments.request[segment as usize];
-            out.requests.push(rid);
-            let own = (0..plan.request.len()).filter(|&row| plan.request[row] == rid);
-            let mut digest = 0;
-            for row in own {
-                let history = read(kv, plan, row)?;
-                digest = history.iter().fold(mix(digest), |d, &id| mix(d ^ u64::from(id)));
-            }
-            logits.extend(logits_of(digest));
-        }
+        let mut logits;
+        (out.requests, logits) = self.compute(ctx, input, input.token_ids)?;
         let rows = out.requests.len();
         out.sampled.resize(rows, Default::default());
         let mut logits = TensorViewMut::from_slice(&mut logits, &[rows, VOCAB]);
         sampler.sample(ctx, &out.requests, &mut logits, &mut out.sampled)
+    }
+
+    fn can_launch(&self, input: &StepInput<'_>) -> bool {
+        let (_, sampler) = self.handles.get().expect("attached");
+        let sampled = input.sample.iter().map(|&s| input.segments.request[s as usize]);
+        let is_plain = input.score.is_empty() && input.top_logprobs.is_empty();
+        self.runs_ahead && is_plain && sampler.can_begin(&Vec::from_iter(sampled))
+    }
+
+    fn launch(
+        &self,
+        ctx: &StepContext<'_>,
+        input: &StepInput<'_>,
+        _parallel: &dyn Parallel,
+    ) -> resource_api::Result<()> {
+        input.check(VOCAB)?;
+        let (_, sampler) = self.handles.get().expect("attached");
+        let mut sampled = self.sampled.lock().unwrap();
+        let mut ids = input.token_ids.to_vec();
+        for (id, &sample) in ids.iter_mut().zip(input.from_sample) {
+            if sample != StepInput::KNOWN {
+                assert_eq!(*id, 0, "an id that nobody can know yet");
+                *id = sampled[sample as usize];
+            }
+        }
+        let (rids, mut logits) = self.compute(ctx, input, &ids)?;
+        sampled.clear();
+        sampled.resize(rids.len(), u32::MAX);
+        if rids.is_empty() {
+            return Ok(());
+        }
+        let mut logits = TensorViewMut::from_slice(&mut logits, &[rids.len(), VOCAB]);
+        let mut tokens = TensorViewMut::from_slice(&mut sampled[..], &[rids.len()]);
+        sampler.begin_sample(ctx, &rids, &mut logits, &mut tokens)
+    }
+
+    fn land(
+        &self,
+        step: StepId,
+        requests: &[RequestId],
+        out: &mut StepOutput,
+    ) -> resource_api::Result<()> {
+        let (_, sampler) = self.handles.get().expect("attached");
+        out.clear();
+        match requests.is_empty() {
+            true => Ok(()),
+            false => sampler.end_sample(step, out.begin_samples_of(requests)),
+        }
     }
 }
 
@@ -167,6 +235,9 @@ pub struct Setup {
     pub prefix_cache: bool,
     pub limits: EngineLimits,
     pub preplan: bool,
+    pub run_ahead: bool,
+    /// Tokens that end a request.
+    pub eos: Vec<u32>,
     pub meanwhile: Option<Meanwhile>,
     /// Further settings of the cache.
     pub kv: Value,
@@ -180,6 +251,8 @@ impl Default for Setup {
             prefix_cache: true,
             limits: EngineLimits { max_batch: 16, max_batch_tokens: 64, max_model_len: 512 },
             preplan: true,
+            run_ahead: false,
+            eos: Vec::new(),
             meanwhile: None,
             kv: json!({}),
         }
@@ -248,8 +321,9 @@ impl Setup {
             ("sampler", "sampler", own, json!({ "vocab_size": VOCAB })),
         ];
         let (set, services) = resources(&all, self.limits);
-        let facts = ModelFacts { eos: vec![], vocab: VOCAB, identity: [7; 32] };
-        let node = Reader { meanwhile: self.meanwhile.clone(), ..Reader::default() };
+        let facts = ModelFacts { eos: self.eos.clone(), vocab: VOCAB, identity: [7; 32] };
+        let meanwhile = self.meanwhile.clone();
+        let node = Reader { meanwhile, runs_ahead: self.run_ahead, ..Reader::default() };
         let engine = Engine::new(Box::new(node), set, services, facts, self.limits);
         let mut engine = engine.unwrap_or_else(|e| panic!("{e}"));
         engine.plan_ahead(self.preplan).unwrap();

@@ -12,7 +12,8 @@ use device::Parallel;
 use device::cuda::{Context, DeviceBuffer, Graph, Stream};
 use resource_api::{
     AttentionHandle, AttentionResource, Bound, BucketKey, EngineLimits, ErrorKind, Interface,
-    KvCacheHandle, Positions, ResourceError, Result, Sampler, StepContext, TensorView,
+    KvCache, KvCacheHandle, Positions, RequestId, ResourceError, Result, Sampler, StepContext,
+    StepId, TensorView,
 };
 use serde_json::{Map, Value};
 
@@ -73,6 +74,26 @@ impl CudaDecoder {
         ends + self.layers.iter().map(Layer::bytes).sum::<usize>()
     }
 
+    /// Lays a step out, sends it to the device, and does `work` if it has tokens.
+    fn run(
+        &self,
+        ctx: &StepContext<'_>,
+        input: &StepInput<'_>,
+        work: impl FnOnce(&Pass<'_>, &mut Buffers) -> Result<()>,
+    ) -> Result<()> {
+        input.check(self.config.vocab)?;
+        let handles = &*self.handles.get()?;
+        let buffers = &mut *self.lock_buffers();
+        buffers.check_room(input.token_ids.len(), input.sample.len())?;
+        buffers.layout.lay_out(input)?;
+        if input.token_ids.is_empty() {
+            return Ok(());
+        }
+        let stream = &Stream::of_step(&self.context, ctx)?;
+        buffers.upload(stream, input, input.sample.len())?;
+        work(&Pass { decoder: self, handles, ctx, stream }, buffers)
+    }
+
     /// A panic of another pass leaves nothing behind that matters: every pass writes what it reads.
     fn lock_buffers(&self) -> MutexGuard<'_, Buffers> {
         self.buffers.lock().unwrap_or_else(PoisonError::into_inner)
@@ -120,38 +141,45 @@ impl Node for CudaDecoder {
         _parallel: &dyn Parallel,
     ) -> Result<()> {
         out.clear();
-        input.check(self.config.vocab)?;
-        let handles = &*self.handles.get()?;
-        let buffers = &mut *self.lock_buffers();
-        buffers.check_room(input.token_ids.len(), input.sample.len())?;
-        buffers.layout.lay_out(input)?;
-        if input.token_ids.is_empty() {
+        self.run(ctx, input, |pass, buffers| match input.score.is_empty() {
+            false => pass.score_and_sample(input, buffers, out),
+            true => {
+                pass.compute_or_replay(input.token_ids.len(), buffers)?;
+                match input.sample.is_empty() || ctx.capture() {
+                    true => Ok(()),
+                    false => pass.sample(input, buffers, out),
+                }
+            }
+        })
+    }
+
+    fn can_launch(&self, input: &StepInput<'_>) -> bool {
+        let Ok(handles) = self.handles.get() else { return false };
+        let is_plain = input.score.is_empty() && input.top_logprobs.is_empty();
+        is_plain && handles.sampler.can_begin(&Vec::from_iter(sampled_requests(input)))
+    }
+
+    fn launch(
+        &self,
+        ctx: &StepContext<'_>,
+        input: &StepInput<'_>,
+        _parallel: &dyn Parallel,
+    ) -> Result<()> {
+        self.run(ctx, input, |pass, buffers| {
+            pass.compute_or_replay(input.token_ids.len(), buffers)?;
+            pass.begin_sampling(&Vec::from_iter(sampled_requests(input)), buffers)
+        })
+    }
+
+    fn land(&self, step: StepId, requests: &[RequestId], out: &mut StepOutput) -> Result<()> {
+        out.clear();
+        if requests.is_empty() {
             return Ok(());
         }
-        let stream = &Stream::of_step(&self.context, ctx)?;
-        buffers.upload(stream, input.token_ids, input.sample.len())?;
-        let pass = Pass { decoder: self, handles, ctx, stream };
-        let tokens = input.token_ids.len();
-        if !input.score.is_empty() {
-            return pass.score_and_sample(input, buffers, out);
-        }
-        let key = ctx.slot_lease().bucket().map(|bucket| (*bucket, ctx.slot()));
-        if ctx.capture() {
-            return match key {
-                Some(key) => pass.capture(key, tokens, buffers),
-                None => Err(ResourceError::invalid("a step to capture has no bucket")),
-            };
-        }
-        let samples_first_rows = buffers.samples_first_rows();
-        let recorded = key.filter(|_| samples_first_rows).and_then(|k| buffers.graphs.get_mut(&k));
-        match recorded {
-            Some(graph) => graph.replay(stream)?,
-            None => pass.compute(tokens, buffers)?,
-        }
-        match input.sample.is_empty() {
-            true => Ok(()),
-            false => pass.sample(input, buffers, out),
-        }
+        let sampler = &self.handles.get()?.sampler;
+        sampler.end_sample(step, out.begin_samples_of(requests))?;
+        out.check_samples(sampler.object().fault().owner(), self.config.vocab);
+        Ok(())
     }
 
     fn captures(&self) -> bool {
@@ -178,7 +206,41 @@ struct Pass<'a> {
     stream: &'a Stream,
 }
 
+/// Who is sampled, in the order of the step.
+fn sampled_requests(input: &StepInput<'_>) -> impl Iterator<Item = RequestId> {
+    input.sample.iter().map(|&s| input.segments.request[s as usize])
+}
+
 impl Pass<'_> {
+    /// From token ids to the logits of the sampled rows: by replay where the step was recorded. Under capture,
+    /// records it.
+    fn compute_or_replay(&self, tokens: usize, buffers: &mut Buffers) -> Result<()> {
+        let key = self.ctx.slot_lease().bucket().map(|bucket| (*bucket, self.ctx.slot()));
+        if self.ctx.capture() {
+            return match key {
+                Some(key) => self.capture(key, tokens, buffers),
+                None => Err(ResourceError::invalid("a step to capture has no bucket")),
+            };
+        }
+        let samples_first_rows = buffers.samples_first_rows();
+        let recorded = key.filter(|_| samples_first_rows).and_then(|k| buffers.graphs.get_mut(&k));
+        match recorded {
+            Some(graph) => Ok(graph.replay(self.stream)?),
+            None => self.compute(tokens, buffers),
+        }
+    }
+
+    /// Has the sampler begin, and leave what it picks where the next step finds it.
+    fn begin_sampling(&self, requests: &[RequestId], buffers: &mut Buffers) -> Result<()> {
+        let rows = requests.len();
+        if rows == 0 {
+            return Ok(());
+        }
+        let mut logits = buffers.logits.view_mut(&[rows, self.decoder.config.vocab])?;
+        let mut tokens = buffers.sampled_ids.view_mut(&[rows])?;
+        self.handles.sampler.begin_sample(self.ctx, requests, &mut logits, &mut tokens)
+    }
+
     /// Records a step of one token per row, all of them sampled.
     fn capture(&self, key: (BucketKey, u32), tokens: usize, buffers: &mut Buffers) -> Result<()> {
         // Once for real: libraries load and choose kernels at the first call, which a capture refuses.
@@ -216,6 +278,7 @@ impl Pass<'_> {
         tools.ops.embed(
             stream,
             &buffers.token_ids.view(&[tokens])?,
+            &buffers.sampled_ids.view(&[buffers.sampled_ids.len()])?,
             &embed.view()?,
             config.embedding_scale.unwrap_or(1.0),
             &mut buffers.rows.hidden.view_mut(&shape)?,
@@ -232,7 +295,7 @@ impl Pass<'_> {
                 attention.set_default_label(group.label);
                 // Past the last layer only what is sampled is read.
                 let attention = (!is_last || keep != Keep::None).then_some(&attention);
-                self.attend(&kv, attention, index as u32, group, &mut buffers.rows)?;
+                self.attend(&kv, attention, (index as u32, layer), group, &mut buffers.rows)?;
             }
             match keep {
                 Keep::None if is_last => {}
@@ -247,21 +310,34 @@ impl Pass<'_> {
         Ok(())
     }
 
-    /// Turns queries and keys by their positions, writes keys and values to the cache, and attends.
+    /// Norms and turns queries and keys, writes keys and values to the cache, and attends.
     fn attend(
         &self,
         kv: &Bound<'_, KvCacheHandle>,
         attention: Option<&Bound<'_, AttentionHandle>>,
-        layer: u32,
+        (index, layer): (u32, &Layer),
         group: Group,
         rows: &mut buffers::Rows,
     ) -> Result<()> {
-        let config = &self.decoder.config;
+        let CudaDecoder { config, tools, .. } = self.decoder;
         let (heads, kv_heads, dim) = (config.heads, config.kv_heads, config.head_dim);
         let parts = [[heads, dim], [kv_heads, dim], [kv_heads, dim]];
         let [mut q, mut k, v] = rows.qkv.parts_mut(group.first, group.tokens, parts)?;
-        self.handles.positions.apply_qk_layer(self.ctx, layer, group.label, &mut q, &mut k)?;
-        kv.write(&k.view(), &v.view(), None, None)?;
+        let positions = &self.handles.positions;
+        let turning = positions.turning(self.ctx, index, group.label)?;
+        let is_done = match turning {
+            Some(turning) => {
+                let how = layer.head_turn(turning, config.rms_eps);
+                let (k, v) = (k.view(), v.view());
+                self.handles.kv.write_turned(self.ctx, index, group.label, &mut q, &k, &v, &how)?
+            }
+            None => false,
+        };
+        if !is_done {
+            layer.norm_heads(tools, config, self.stream, [&mut q, &mut k])?;
+            positions.apply_qk_layer(self.ctx, index, group.label, &mut q, &mut k)?;
+            kv.write(&k.view(), &v.view(), None, None)?;
+        }
         let Some(attention) = attention else { return Ok(()) };
         let shape = [group.tokens, heads, dim];
         let mut out = rows.attended.view_mut_at(group.first * config.q_width(), &shape)?;
@@ -372,8 +448,7 @@ impl Pass<'_> {
                 }
             }
         }
-        let sampled = input.sample.iter().map(|&s| input.segments.request[s as usize]);
-        out.requests.extend(sampled);
+        out.requests.extend(sampled_requests(input));
         let mut logits = buffers.logits.view_mut(&[input.sample.len(), vocab])?;
         let (requests, sampled) = out.begin_samples(input.sample.len());
         sampler.sample(self.ctx, requests, &mut logits, sampled)?;

@@ -9,6 +9,9 @@ pub struct StepInput<'a> {
     pub segments: Segments<'a>,
     /// Ids of the tokens that the segments add, packed in segment order.
     pub token_ids: &'a [u32],
+    /// Per token: which sample of the step that was launched before this one it is, where its id is not known
+    /// yet, or [`StepInput::KNOWN`]. Empty where all are known.
+    pub from_sample: &'a [u32],
     /// Indices of the segments after whose last token to sample, ascending: those that complete
     /// their prompt or go on after it. Each adds at least one token.
     pub sample: &'a [u32],
@@ -31,6 +34,9 @@ pub struct Score {
 }
 
 impl StepInput<'_> {
+    /// In [`StepInput::from_sample`]: the token's id is in [`StepInput::token_ids`].
+    pub const KNOWN: u32 = u32::MAX;
+
     /// Checks that the columns agree with each other and ids lie in the vocabulary.
     ///
     /// # Errors
@@ -50,6 +56,12 @@ impl StepInput<'_> {
             return invalid(format!(
                 "the segments add {tokens} tokens, but there are {} token ids",
                 self.token_ids.len()
+            ));
+        }
+        if !self.from_sample.is_empty() && self.from_sample.len() != tokens {
+            return invalid(format!(
+                "the segments add {tokens} tokens, but it is said of {} where they come from",
+                self.from_sample.len()
             ));
         }
         if let Some(at) = self.token_ids.iter().position(|&id| id as usize >= vocab) {
@@ -181,6 +193,13 @@ impl StepOutput {
         self.scores.clear();
         self.score_top.clear();
         self.faults.clear();
+    }
+
+    /// As [`StepOutput::begin_samples`], of these requests.
+    pub fn begin_samples_of(&mut self, requests: &[RequestId]) -> &mut [Sampled] {
+        self.requests.clear();
+        self.requests.extend_from_slice(requests);
+        self.begin_samples(requests.len()).1
     }
 
     /// Makes room for the samples of `rows` requests, for a sampler to fill.

@@ -142,6 +142,7 @@ impl<N: Node> Engine<N> {
             sample: &sample,
             top_logprobs: top,
             score: &[],
+            from_sample: &[],
         })
     }
 
@@ -184,6 +185,7 @@ impl<N: Node> Engine<N> {
             sample: &sample,
             top_logprobs: &[],
             score: &[],
+            from_sample: &[],
         };
         self.drive(&input, &own, &request, lease, capture)
     }

@@ -25,8 +25,14 @@ fn a_step_that_contradicts_itself_is_refused_and_changes_nothing() {
     let request = [RequestId::new(3, 1), RequestId::new(4, 1)];
     let label = [LabelId::MAIN; 2];
     let segments = Segments { request: &request, label: &label, span: &[2, 1] };
-    let good =
-        StepInput { segments, token_ids: &[1, 2, 3], sample: &[1], top_logprobs: &[], score: &[] };
+    let good = StepInput {
+        segments,
+        token_ids: &[1, 2, 3],
+        sample: &[1],
+        top_logprobs: &[],
+        score: &[],
+        from_sample: &[],
+    };
     let bad = [
         (StepInput { token_ids: &[1, 2], ..good }, "add 3 tokens, but there are 2 token ids"),
         (StepInput { token_ids: &[1, vocab, 3], ..good }, "token id 270 of request r3.1"),

@@ -4,7 +4,7 @@ use crate::cursor::Bound;
 use crate::id::{LabelId, RequestId};
 use crate::step::StepContext;
 use crate::tensor::{DType, TensorView, TensorViewMut};
-use crate::{DeviceColumn, PlanVec, Result, Typed};
+use crate::{DeviceColumn, PlanVec, Result, Turning, Typed};
 use abi_stable::StableAbi;
 use resource_api_macros::capability;
 
@@ -229,6 +229,20 @@ unsafe impl<'a> crate::abi::cross::Cross for KvLayer<'a> {
     }
 }
 
+/// What is done to queries and keys on their way to attention and into the cache.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, StableAbi)]
+pub struct HeadTurn {
+    /// How they are turned, after the norm.
+    pub turning: Turning,
+    /// Weights of the norm of each query head, `[head dim]`; empty for none.
+    pub q_norm: DeviceColumn<f32>,
+    /// The same of key heads.
+    pub k_norm: DeviceColumn<f32>,
+    /// Added to the mean square of a head that is normed.
+    pub eps: f32,
+}
+
 /// The cache as models and other resources call it. Calls with a `ctx` belong to that step's forward;
 /// they and the questions about streams and pages take no lock of the step methods. What changes a
 /// stream outside of a step (`protect_prefix`, `release_oldest`, `correct_len`) may take it: it belongs
@@ -287,6 +301,24 @@ pub trait KvCache: Send + Sync {
     fn correct_len(&self, rid: RequestId, label: LabelId, len: u32) -> Result<()> {
         let _ = (rid, label, len);
         Err(crate::ResourceError::unsupported("this cache cannot rewind"))
+    }
+
+    /// As norms of heads, [`crate::Positions::apply_qk_layer`] and [`write_kv`](Self::write_kv) one after the
+    /// other, in one pass over queries, keys and values of a device: `q` is turned in place, `k` stays as it
+    /// is. `false`, with nothing done, from a cache that cannot do that to these tensors.
+    #[allow(clippy::too_many_arguments)]
+    fn write_turned(
+        &self,
+        ctx: &StepContext<'_>,
+        layer: u32,
+        label: LabelId,
+        q: &mut TensorViewMut<'_>,
+        k: &TensorView<'_>,
+        v: &TensorView<'_>,
+        how: &HeadTurn,
+    ) -> Result<bool> {
+        let _ = (ctx, layer, label, q, k, v, how);
+        Ok(false)
     }
 
     /// Checks the conservation of pages; an error names the first page that is lost or shared

@@ -78,6 +78,21 @@ pub struct PositionGroup {
     pub num_tokens: u32,
 }
 
+/// How a device turns the heads of a group's tokens, for whoever does more with them in the same pass: pair
+/// `i` of the token at position `p` is turned by `p * phases[i]`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, StableAbi)]
+pub struct Turning {
+    /// Position of each token.
+    pub positions: DeviceColumn<u32>,
+    /// Per pair, in units of 2^-64 turn: the product with a position wraps at whole turns. As many as half of
+    /// the elements that turn, which are the first of a head.
+    pub phases: DeviceColumn<u64>,
+    /// Whether pairs are elements `2 i` and `2 i + 1`, rather than `i` and `i + pairs`.
+    pub is_interleaved: bool,
+}
+crate::cross_value!(Turning);
+
 /// Positions of the tokens of a step.
 #[capability(id = "positions", major = 1, path = crate)]
 pub trait Positions: Send + Sync {
@@ -108,5 +123,18 @@ pub trait Positions: Send + Sync {
         k: &mut TensorViewMut<'_>,
     ) -> Result<()> {
         self.apply_qk(ctx, label, q, k)
+    }
+
+    /// What [`apply_qk_layer`](Self::apply_qk_layer) does to the label's group in this layer, for a cache that
+    /// does it on the way in ([`crate::KvCache::write_turned`]). `None` where it is no plain rotation on the
+    /// device.
+    fn turning(
+        &self,
+        ctx: &StepContext<'_>,
+        layer: u32,
+        label: LabelId,
+    ) -> Result<Option<Turning>> {
+        let _ = (ctx, layer, label);
+        Ok(None)
     }
 }

@@ -1,6 +1,6 @@
 //! `sampler/1`: from logits to tokens.
 
-use crate::id::RequestId;
+use crate::id::{RequestId, StepId};
 use crate::step::StepContext;
 use crate::tensor::{TensorView, TensorViewMut};
 use crate::{PlanVec, Result, Typed};
@@ -120,4 +120,33 @@ pub trait Sampler: Send + Sync {
         ids: &mut [u32],
         logprobs: &mut [f32],
     ) -> Result<()>;
+
+    /// Whether [`begin_sample`](Self::begin_sample) takes these requests in the next step too, though nobody
+    /// has told of what the present one sampled: what they draw must depend on no token that only the host
+    /// hears of. Holds for as long as a request lives.
+    fn can_begin(&self, rids: &[RequestId]) -> bool {
+        let _ = rids;
+        false
+    }
+
+    /// As [`sample`](Self::sample), but does not wait for the device: [`end_sample`](Self::end_sample) gives the
+    /// answer, and `tokens`, u32 `[rids]` where the logits are, has the tokens for work that follows on the
+    /// stream; of a bad row, an id that no vocabulary has. The next step may be planned, and may begin to
+    /// sample, before this one is asked for; the one after that may not.
+    fn begin_sample(
+        &self,
+        ctx: &StepContext<'_>,
+        rids: &[RequestId],
+        logits: &mut TensorViewMut<'_>,
+        tokens: &mut TensorViewMut<'_>,
+    ) -> Result<()> {
+        let _ = (ctx, rids, logits, tokens);
+        Err(crate::ResourceError::unsupported("this sampler waits for every step"))
+    }
+
+    /// Waits for what [`begin_sample`](Self::begin_sample) of a step began. Once for each step.
+    fn end_sample(&self, step: StepId, out: &mut [Sampled]) -> Result<()> {
+        let _ = (step, out);
+        Err(crate::ResourceError::unsupported("this sampler waits for every step"))
+    }
 }

@@ -6,8 +6,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use device::Budget;
 use device::cuda::{Columns, Context, KvPool, PageTable, Places, Stream, part_of};
 use resource_api::{
-    Device, EngineResourceInfo, HostServicesHandle, KvDevicePlan, KvFacts, KvGroup, KvLayer,
-    KvPlan, ResourceError, Result, StepContext, TensorView, TensorViewMut,
+    Device, EngineResourceInfo, HeadTurn, HostServicesHandle, KvDevicePlan, KvFacts, KvGroup,
+    KvLayer, KvPlan, ResourceError, Result, StepContext, TensorView, TensorViewMut,
 };
 
 /// Changes of a page table that go up with a plan; further ones go before it.
@@ -131,6 +131,18 @@ impl CudaMemory {
     ) -> Result<()> {
         let stream = Stream::of_step(&self.context, ctx)?;
         Ok(self.pool.write(&stream, layer, places(plan, group)?, k, v)?)
+    }
+
+    pub(super) fn write_turned(
+        &self,
+        ctx: &StepContext<'_>,
+        layer: u32,
+        (plan, group): (&KvPlan, &KvGroup),
+        (q, k, v): (&mut TensorViewMut<'_>, &TensorView<'_>, &TensorView<'_>),
+        how: &HeadTurn,
+    ) -> Result<bool> {
+        let stream = Stream::of_step(&self.context, ctx)?;
+        Ok(self.pool.write_turned(&stream, layer, places(plan, group)?, q, k, v, how)?)
     }
 
     pub(super) fn read(

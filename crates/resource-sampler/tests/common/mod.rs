@@ -137,6 +137,66 @@ impl Engine {
         out
     }
 
+    /// Steps over these rows, each of which begins before the one before it has been asked for.
+    pub fn run_ahead(&self, rids: &[RequestId], steps: &[Vec<Vec<f32>>]) -> Vec<Vec<Sampled>> {
+        let label = vec![LabelId::MAIN; rids.len()];
+        let span = vec![0; rids.len()];
+        let step = ResourceStep::new(Segments { request: rids, label: &label, span: &span });
+        assert!(self.api.can_begin(rids));
+        let mut all: Vec<Vec<Sampled>> = Vec::new();
+        let mut before: Option<StepHead> = None;
+        let land = |head: StepHead, tokens: &[u32]| {
+            let mut out = vec![Sampled::default(); rids.len()];
+            self.api.end_sample(head.step, &mut out).unwrap();
+            let asked_twice = self.api.end_sample(head.step, &mut out.clone());
+            assert!(asked_twice.is_err());
+            let is_good = |i: &usize| out[*i].status == Sampled::OK;
+            for (i, token) in tokens.iter().enumerate() {
+                let want = if is_good(&i) { out[i].token } else { i32::MAX as u32 };
+                assert_eq!(*token, want, "what work that follows reads");
+            }
+            let good: Vec<_> = (0..rids.len()).filter(is_good).collect();
+            let good_rids: Vec<_> = good.iter().map(|&i| rids[i]).collect();
+            let ids: Vec<_> = good.iter().map(|&i| out[i].token).collect();
+            let ctx = StepContext::new(head, rids, rids, &[]);
+            self.resource.on_outputs(&ctx, &good_rids, &ids).unwrap();
+            out
+        };
+        let mut tokens_before = Vec::new();
+        for (n, rows) in steps.iter().enumerate() {
+            self.next_step.set(self.next_step.get() + 1);
+            let head = self.head(self.next_step.get(), n as u32 % 2, false);
+            let ctx = StepContext::new(head, rids, rids, &[]);
+            assert!(self.resource.admit(&step, &ctx).unwrap().is_ready());
+            let results = [self.resource.plan(&step, &ctx).unwrap().into_result()];
+            let ctx = StepContext::new(head, rids, rids, &results);
+            let mut logits = rows.concat();
+            let shape = [rids.len(), logits.len() / rids.len()];
+            let mut tokens = vec![7u32; rids.len()];
+            match &self.device {
+                None => {
+                    let mut view = TensorViewMut::from_slice(&mut logits, &shape);
+                    let mut told = TensorViewMut::from_slice(&mut tokens, &[rids.len()]);
+                    self.api.begin_sample(&ctx, rids, &mut view, &mut told).unwrap();
+                }
+                Some((context, _)) => {
+                    let mut there = DeviceBuffer::from_slice(context, &logits).unwrap();
+                    let mut told = DeviceBuffer::from_slice(context, &tokens).unwrap();
+                    let view = &mut there.view_mut(&shape).unwrap();
+                    let told_view = &mut told.view_mut(&[rids.len()]).unwrap();
+                    self.api.begin_sample(&ctx, rids, view, told_view).unwrap();
+                    tokens = told.to_vec().unwrap();
+                }
+            }
+            let last = before.replace(head);
+            all.extend(last.map(|last| land(last, &tokens_before)));
+            tokens_before = tokens;
+            self.resource.commit(&step, &ctx).unwrap();
+        }
+        all.extend(before.map(|last| land(last, &tokens_before)));
+        all
+    }
+
     /// `steps` steps of one request over the same row.
     pub fn run(&self, rid: RequestId, row: &[f32], steps: usize) -> Vec<u32> {
         (0..steps).map(|_| self.step(&[rid], &[row])[0].token).collect()

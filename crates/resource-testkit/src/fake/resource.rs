@@ -68,6 +68,11 @@ impl Resource for Fake {
         self.spec.preplan
     }
 
+    fn takes_outputs_late(&self) -> bool {
+        self.log.enter("takes_outputs_late");
+        false
+    }
+
     fn supports_eviction(&self) -> bool {
         self.log.enter("supports_eviction");
         true

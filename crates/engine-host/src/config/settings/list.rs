@@ -105,6 +105,14 @@ pub const SETTINGS: &[Setting] = &[
     },
     Setting {
         table: "engine",
+        key: "run_ahead",
+        flag: "run-ahead",
+        help: "On a GPU, launch a step before what the one before it sampled has been read",
+        default: "true",
+        access: Access::Boolean(|c| &mut c.engine.run_ahead),
+    },
+    Setting {
+        table: "engine",
         key: "pressure",
         flag: "pressure",
         help: "What makes room when a step does not fit, in order; without \"offload\", requests are computed again",

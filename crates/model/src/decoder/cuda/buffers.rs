@@ -3,12 +3,13 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use device::cuda::{Context, DeviceBuffer, Graph, PinnedBuffer, Stream};
+use device::cuda::{Context, DeviceBuffer, Graph, Ops, PinnedBuffer, Stream};
 use half::bf16;
 use resource_api::{BucketKey, EngineLimits, ResourceError, Result};
 
 use crate::config::ModelConfig;
 use crate::decoder::layout::Layout;
+use crate::node::StepInput;
 
 /// What a layer reads and writes, one row per token.
 #[derive(Debug)]
@@ -38,6 +39,8 @@ pub(super) struct Buffers {
     pub(super) logits_on_host: PinnedBuffer<f32>,
     pub(super) token_ids: DeviceBuffer<u32>,
     pub(super) sampled_rows: DeviceBuffer<u32>,
+    /// What the last step sampled.
+    pub(super) sampled_ids: DeviceBuffer<u32>,
     pub(super) layout: Layout,
     /// Recorded steps, by bucket and slot.
     pub(super) graphs: HashMap<(BucketKey, u32), Graph>,
@@ -84,6 +87,7 @@ impl Buffers {
             logits_on_host: PinnedBuffer::zeroed(context, config.vocab)?,
             token_ids: DeviceBuffer::zeroed(context, tokens)?,
             sampled_rows: DeviceBuffer::zeroed(context, samples)?,
+            sampled_ids: DeviceBuffer::zeroed(context, samples)?,
             layout,
             graphs: HashMap::new(),
             staged: PinnedBuffer::zeroed(context, tokens + samples)?,
@@ -109,12 +113,33 @@ impl Buffers {
         self.layout.kept_rows.iter().enumerate().all(|(i, &row)| i == row)
     }
 
-    /// Sends the step's token ids and the numbers of its first `kept` kept rows.
-    pub(super) fn upload(&mut self, stream: &Stream, token_ids: &[u32], kept: usize) -> Result<()> {
-        let tokens = token_ids.len();
-        self.staged.as_mut_slice()?[..tokens].copy_from_slice(token_ids);
+    /// Sends the step's token ids, or which samples they are, and the numbers of its first `kept` kept rows.
+    pub(super) fn upload(
+        &mut self,
+        stream: &Stream,
+        input: &StepInput<'_>,
+        kept: usize,
+    ) -> Result<()> {
+        let tokens = input.token_ids.len();
+        let samples = self.sampled_ids.len() as u32;
+        let staged = &mut self.staged.as_mut_slice()?[..tokens];
+        staged.copy_from_slice(input.token_ids);
+        for (id, &sample) in staged.iter_mut().zip(input.from_sample) {
+            match sample {
+                StepInput::KNOWN => {}
+                sample if sample < samples => *id = Ops::FROM_SAMPLE + sample,
+                other => {
+                    let what = format!("a token is sample {other} of {samples} at most");
+                    return Err(ResourceError::invalid(what));
+                }
+            }
+        }
         stream.upload(&mut self.staged, 0, &mut self.token_ids, 0, tokens)?;
-        self.upload_rows(stream, 0, kept)
+        // Where all rows are kept, nobody asks for their numbers: a copy less before every decode step.
+        match kept < tokens {
+            true => self.upload_rows(stream, 0, kept),
+            false => Ok(()),
+        }
     }
 
     /// Sends the numbers of `count` kept rows from `first` on.

@@ -2,7 +2,7 @@
 
 use device::cuda::{DeviceBuffer, Stream};
 use half::bf16;
-use resource_api::{Result, TensorView};
+use resource_api::{DeviceColumn, HeadTurn, Result, TensorView, TensorViewMut, Turning};
 
 use super::buffers::Rows;
 use super::tools::{Normed, Tools};
@@ -62,13 +62,29 @@ impl Layer {
         let x = Normed { rows: &hidden, weight: &self.attn_norm, eps: config.rms_eps };
         let mut qkv = rows.qkv.view_mut(&[n, self.qkv.outputs])?;
         let bias = self.qkv_bias.as_ref();
-        tools.product_of_normed(stream, x, &mut rows.normed, &self.qkv, bias, &mut qkv)?;
-        let (heads, kv_heads, dim) = (config.heads, config.kv_heads, config.head_dim);
-        let parts = [[heads, dim], [kv_heads, dim], [kv_heads, dim]];
-        let [mut q, mut k, _] = rows.qkv.parts_mut(0, n, parts)?;
-        for (norm, x) in [(&self.q_norm, &mut q), (&self.k_norm, &mut k)] {
+        tools.product_of_normed(stream, x, &mut rows.normed, &self.qkv, bias, &mut qkv)
+    }
+
+    /// What is done to queries and keys before attention, for a cache that does it on the way in.
+    pub(super) fn head_turn(&self, turning: Turning, eps: f32) -> HeadTurn {
+        let weights = |norm: &Option<DeviceBuffer<f32>>| {
+            norm.as_ref().map_or(DeviceColumn::EMPTY, DeviceBuffer::column)
+        };
+        HeadTurn { turning, q_norm: weights(&self.q_norm), k_norm: weights(&self.k_norm), eps }
+    }
+
+    /// Norms queries and keys head by head, where the model does.
+    pub(super) fn norm_heads(
+        &self,
+        tools: &Tools,
+        config: &ModelConfig,
+        stream: &Stream,
+        [q, k]: [&mut TensorViewMut<'_>; 2],
+    ) -> Result<()> {
+        for (norm, x) in [(&self.q_norm, q), (&self.k_norm, k)] {
             if let Some(norm) = norm {
-                tools.ops.head_norm(stream, x, &norm.view(&[dim])?, config.rms_eps)?;
+                let weight = norm.view(&[config.head_dim])?;
+                tools.ops.head_norm(stream, x, &weight, config.rms_eps)?;
             }
         }
         Ok(())
