@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
 """What `engine-host bench model` measures, for llama.cpp through llama-cpp-python's low-level API.
 
-    python3 bench_llamacpp.py MODEL.gguf THREADS
+    python3 bench_llamacpp.py MODEL.gguf THREADS [FIGURE ...]
 
-Prints one JSON object with the keys of `engine-host bench model --json`, one timed run of each figure after
-one that does not count. Threads are kept between graphs, as llama-bench does; every decode step takes the
-likeliest token of every sequence and feeds it back. Both ways to store the caches of a batch are tried, and
-the faster one counts.
+Figures are prefill, b1, b8, b32 and b1_at_4096; all without any. Prints one JSON object with the keys of
+`engine-host bench model --json`, one timed run of each figure after one that does not count. Threads are kept
+between graphs, as llama-bench does; every decode step takes the likeliest token of every sequence and feeds it
+back. Both ways to store the caches of a batch are tried, and the faster one counts.
 """
 import ctypes
 import json
@@ -115,14 +115,15 @@ class Bench:
         return sequences * steps / seconds
 
 
-def main(path, threads):
+def main(path, threads, figures):
     quiet = L.llama_log_callback(lambda level, text, data: None)
     L.llama_log_set(quiet, ctypes.c_void_p(0))
     L.llama_backend_init()
     bench = Bench(path, threads)
-    prefill, after_prefill = bench.prefill_rate(), peak_mb()
+    wanted = lambda figure: not figures or figure in figures
+    prefill, after_prefill = bench.prefill_rate() if wanted("prefill") else None, peak_mb()
     ways = lambda shape: (False,) if shape[0] == 1 else (False, True)
-    decode = {key: max(bench.decode_rate(*s, unified) for unified in ways(s)) for key, s in DECODE.items()}
+    decode = {key: max(bench.decode_rate(*s, unified) for unified in ways(s)) for key, s in DECODE.items() if wanted(key)}
     print(json.dumps({
         "version": f"llama-cpp-python {L.__version__}",
         "load_ms": {"median": bench.load_ms},
@@ -132,4 +133,4 @@ def main(path, threads):
     }))
 
 
-main(sys.argv[1], int(sys.argv[2]))
+main(sys.argv[1], int(sys.argv[2]), sys.argv[3:])

@@ -43,7 +43,9 @@ const KINDS: [(BlockType, Activations); 7] = [
 fn bench(c: &mut Criterion) {
     let pool = pool();
     let mut scratch = Scratch::default();
-    for (rows, outputs, inputs) in [(1, 49152, 512), (8, 1536, 512), (512, 1536, 512)] {
+    for (rows, outputs, inputs) in
+        [(1, 49152, 512), (8, 1536, 512), (32, 1536, 512), (512, 1536, 512)]
+    {
         let mut group = c.benchmark_group(format!("{rows} x {inputs} x {outputs}"));
         for (block_type, activations) in KINDS {
             let matrix = matrix(block_type, outputs, inputs, activations);

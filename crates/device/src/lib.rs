@@ -20,6 +20,7 @@ mod sync;
 pub use block_type::BlockType;
 pub use budget::Budget;
 pub use cpu::companion::Companion;
+pub use cpu::cpus::{Cpus, default_threads, pinned_pool};
 pub use cpu::features::{CpuFeatures, set_cpu_features, use_features_of};
 pub use cpu::matrix::{Activations, Matrix, PackOptions, Scratch, matmul_all};
 pub use cpu::memory::{AlignedBuffer, prefer_large_pages};

@@ -68,8 +68,10 @@ pub struct EngineConfig {
     pub strict: bool,
     /// Which plugins are loaded in a child process first; default those that nothing pins.
     pub probe: Probe,
-    /// Threads of the host's pool; default: as many as the machine offers.
+    /// Threads of the host's pool; default: as many as there are cores.
     pub threads: usize,
+    /// Whether threads of the pool are kept to processors of their own; default off.
+    pub pin_threads: bool,
     /// CPU instruction level of all kernels, as [`device::CpuFeatures`] names them; default: the best
     /// that the CPU has.
     pub cpu_features: Option<String>,

@@ -51,17 +51,13 @@ pub enum Metric {
 impl Services {
     /// Services with `threads` threads (the calling one included) and `budget` bytes for resources.
     pub fn new(threads: usize, budget: u64) -> Arc<Self> {
-        Self::on_device(threads, budget, None)
+        Self::on_device(Pool::new(threads), budget, None)
     }
 
-    /// As [`Services::new`], with a device and the bytes of its memory for resources.
-    pub fn on_device(
-        threads: usize,
-        budget: u64,
-        compute: Option<(Arc<Compute>, u64)>,
-    ) -> Arc<Self> {
+    /// As [`Services::new`], with a pool, and a device and the bytes of its memory for resources.
+    pub fn on_device(pool: Pool, budget: u64, compute: Option<(Arc<Compute>, u64)>) -> Arc<Self> {
         Arc::new(Self {
-            pool: Pool::new(threads),
+            pool,
             started: Instant::now(),
             labels: Names::with(["main"]),
             walks: Names::default(),

@@ -6,7 +6,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use device::{Activations, PackOptions};
+use device::{Activations, PackOptions, Pool};
 use model::{CudaDecoder, Decoder, ModelConfig, ModelPackage, Node};
 use resource_api::{DType, Device, EngineLimits, NodeResourceSpec, TransferEngineInfo};
 use serde_json::{Map, Value};
@@ -162,7 +162,7 @@ fn build(
         }
     };
     let device = compute.as_ref().map_or(Device::CPU, |(compute, _)| compute.device());
-    let services = Services::on_device(config.engine.threads, budget, compute);
+    let services = Services::on_device(pool(&config.engine), budget, compute);
     let info = BuildInfo {
         device,
         kv_dtype: DType::parse(config.engine.kv_dtype.name()).unwrap_or(DType::BF16),
@@ -206,7 +206,7 @@ fn load_node(
     progress: Progress<'_>,
 ) -> Result<(Box<dyn Node>, Arithmetic)> {
     // The pool is made twice over: loading needs it before the budget is known.
-    let pool = device::Pool::new(config.engine.threads);
+    let pool = pool(&config.engine);
     let (numbers, weights) = (&model.config, &model.weights);
     let failed = of_model(&config.model.path);
     if let Some(compute) = compute {
@@ -222,6 +222,13 @@ fn load_node(
     let options = PackOptions { activations, ..PackOptions::default() };
     let decoder = Decoder::load(numbers, weights, options, &pool, progress);
     Ok((Box::new(decoder.map_err(failed)?), arithmetic))
+}
+
+fn pool(engine: &config::EngineConfig) -> Pool {
+    match engine.pin_threads {
+        true => device::pinned_pool(engine.threads),
+        false => Pool::new(engine.threads),
+    }
 }
 
 fn with_settings(decoder: CudaDecoder, engine: &config::EngineConfig) -> CudaDecoder {

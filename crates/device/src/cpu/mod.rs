@@ -2,6 +2,7 @@
 
 pub mod attention;
 pub(crate) mod companion;
+pub(crate) mod cpus;
 pub(crate) mod features;
 pub mod hash;
 pub(crate) mod kv_view;

@@ -34,13 +34,24 @@ impl Pool {
     /// # Panics
     /// When the operating system cannot start a thread.
     pub fn new(threads: usize) -> Self {
+        Self::starting(threads, |_| ())
+    }
+
+    /// As [`new`](Self::new); each thread that is started first calls `begin` with its number, from 1.
+    ///
+    /// # Panics
+    /// As [`new`](Self::new).
+    pub fn starting(threads: usize, begin: impl Fn(usize) + Clone + Send + 'static) -> Self {
         let state = Arc::new(State::new());
         let workers = (1..threads)
             .map(|i| {
-                let state = Arc::clone(&state);
+                let (state, begin) = (Arc::clone(&state), begin.clone());
                 thread::Builder::new()
                     .name(format!("kernel-{i}"))
-                    .spawn(move || state.work_until_stopped())
+                    .spawn(move || {
+                        begin(i);
+                        state.work_until_stopped();
+                    })
                     .expect("cannot start a kernel thread")
             })
             .collect();

@@ -53,6 +53,15 @@ pub(crate) trait Simd: Copy {
     fn max(self, a: Self::F, b: Self::F) -> Self::F;
     /// Sum of the lanes: halves added to halves, down to one.
     fn sum(self, x: Self::F) -> f32;
+    /// [`sum`](Self::sum) of each, in the lane of its number. All at once share the work.
+    #[inline(always)]
+    fn sums(self, x: &[Self::F; LANES]) -> Self::F {
+        let mut lanes = [0.0; LANES];
+        for (lane, x) in lanes.iter_mut().zip(x) {
+            *lane = self.sum(*x);
+        }
+        self.load(&lanes)
+    }
 
     fn splat_i32(self, x: i32) -> Self::I;
     fn load_bytes(self, x: &[u8; 64]) -> Self::I;

@@ -8,12 +8,15 @@ use device::CpuFeatures;
 use resource_api::RequestId;
 use serde_json::{Map, Value, json};
 
+use self::limits::{Limits, Step};
 use super::ConfigArg;
 use crate::config::{Activations, Config, Device};
 use crate::engine::Engine;
 use crate::error::{Error, ErrorKind, Result};
 use crate::request::{Event, GenerateRequest};
 use crate::setup::{self, Loaded};
+
+mod limits;
 
 /// Tokens of the prompts whose prefill is timed.
 const PREFILL: [usize; 1] = [512];
@@ -125,6 +128,10 @@ pub fn run(args: &ModelArgs) -> Result<()> {
         }
     }
     let peak = peak_memory_mb();
+    let limits = match on_gpu {
+        false => Some(bench.limits(&config, &decode)?),
+        true => None,
+    };
     if args.json {
         let decode: Map<String, Value> =
             decode.iter().map(|(shape, rates)| (shape.key(), rates.json())).collect();
@@ -136,6 +143,9 @@ pub fn run(args: &ModelArgs) -> Result<()> {
         }
         result["decode"] = Value::Object(decode);
         result["memory_mb"] = json!({ "after_prefill": after_prefill, "peak": peak });
+        if let Some(limits) = &limits {
+            result["limits"] = limits.json();
+        }
         say!("{result}");
         return Ok(());
     }
@@ -160,6 +170,9 @@ pub fn run(args: &ModelArgs) -> Result<()> {
     }
     if let (Some(after_prefill), Some(peak)) = (after_prefill, peak) {
         say!("{:<24} {after_prefill:>9.1} MB after prefill, {peak:.1} MB at most", "memory");
+    }
+    if let Some(limits) = &limits {
+        limits.lines().iter().for_each(|line| say!("{line}"));
     }
     Ok(())
 }
@@ -244,6 +257,20 @@ impl Bench {
             rids.into_iter().for_each(|rid| bench.loaded.engine.cancel(rid));
             Ok(tokens as f64 / seconds)
         })
+    }
+
+    /// What memory allows, measured now, beside what decoding one request came to.
+    fn limits(&self, config: &Config, decode: &[(Shape, Rates)]) -> Result<Limits> {
+        let alone = |is_long: bool| {
+            let of = |(shape, rates): &(Shape, Rates)| {
+                let is_it = shape.batch == 1 && (shape.context > 64) == is_long;
+                // The context grows by a token a step while it is timed.
+                let tokens = shape.context + shape.steps / 2;
+                is_it.then(|| Step { tokens, seconds: 1.0 / rates.median() })
+            };
+            decode.iter().find_map(of)
+        };
+        Limits::measure(config, &self.loaded.model, alone(false), alone(true))
     }
 
     /// `one` again and again; the first time does not count.

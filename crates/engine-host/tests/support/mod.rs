@@ -31,11 +31,15 @@ pub fn config(engine: &str, kv: &str) -> Config {
 }
 
 pub fn config_with(plugins: &Path, model: &Path, engine: &str, kv: &str) -> Config {
+    let threads = match engine.lines().any(|line| line.starts_with("threads")) {
+        true => "",
+        false => "threads = 2",
+    };
     let text = format!(
         r#"
 [engine]
 plugin_dirs = [{plugins:?}]
-threads = 2
+{threads}
 {engine}
 [model]
 path = {model:?}

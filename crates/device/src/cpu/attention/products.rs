@@ -114,30 +114,86 @@ impl<E: Element> Dot<'_, E> {
     /// Heads `head..head + H`; returns `H`.
     #[inline(always)]
     fn tile<S: Simd, const H: usize>(&mut self, s: S, head: usize) -> usize {
-        let q = &self.q[head * self.width..][..H * self.width];
-        for i in 0..self.count {
-            let row = &self.x[i * self.stride..][..self.width];
-            let mut sums = [s.splat(0.0); H];
-            let (vectors, rest) = row.as_chunks::<LANES>();
-            for (c, x) in vectors.iter().enumerate() {
-                let x = E::load(s, x);
-                for h in 0..H {
-                    let q = q[h * self.width + c * LANES..].first_chunk().expect("whole heads");
-                    sums[h] = s.fma(s.load(q), x, sums[h]);
-                }
+        let whole = self.count / LANES * LANES;
+        for first in (0..whole).step_by(LANES) {
+            let mut sums = [[s.splat(0.0); LANES]; H];
+            if S::REGISTERS >= 32 {
+                self.rows::<S, H, 4>(s, head, first, &mut sums);
+            } else {
+                self.rows::<S, H, 1>(s, head, first, &mut sums);
             }
-            if !rest.is_empty() {
-                let x = load_some(s, rest);
-                for h in 0..H {
-                    let q = &q[(h + 1) * self.width - rest.len()..][..rest.len()];
-                    sums[h] = s.fma(s.load_part(q), x, sums[h]);
-                }
+            for (h, sums) in sums.iter().enumerate() {
+                let out = &mut self.out[(head + h) * self.out_stride + first..];
+                s.store(s.sums(sums), out.first_chunk_mut().expect("a place for each row"));
             }
-            for (h, sum) in sums.into_iter().enumerate() {
+        }
+        for i in whole..self.count {
+            for (h, [sum]) in self.products::<S, H, 1>(s, head, i).into_iter().enumerate() {
                 self.out[(head + h) * self.out_stride + i] = s.sum(sum);
             }
         }
         H
+    }
+
+    /// The products of 16 rows from `first` on, `R` of them at a time.
+    #[inline(always)]
+    fn rows<S: Simd, const H: usize, const R: usize>(
+        &self,
+        s: S,
+        head: usize,
+        first: usize,
+        sums: &mut [[S::F; LANES]; H],
+    ) {
+        for i in (0..LANES).step_by(R) {
+            let products = self.products::<S, H, R>(s, head, first + i);
+            for (sums, products) in sums.iter_mut().zip(products) {
+                sums[i..i + R].copy_from_slice(&products);
+            }
+        }
+    }
+
+    /// The products of rows `first..first + R` with each head, summed over vectors and not yet over lanes.
+    #[inline(always)]
+    fn products<S: Simd, const H: usize, const R: usize>(
+        &self,
+        s: S,
+        head: usize,
+        first: usize,
+    ) -> [[S::F; R]; H] {
+        // Equal lengths, known before the loop, leave nothing in it to be checked.
+        let vectors = self.width / LANES;
+        let (mut q, mut x) = ([&[][..]; H], [&[][..]; R]);
+        let (mut q_rest, mut x_rest) = ([&[][..]; H], [&[][..]; R]);
+        for h in 0..H {
+            let of_head = self.q[(head + h) * self.width..][..self.width].as_chunks::<LANES>();
+            (q[h], q_rest[h]) = (&of_head.0[..vectors], of_head.1);
+        }
+        for r in 0..R {
+            let row = self.x[(first + r) * self.stride..][..self.width].as_chunks::<LANES>();
+            (x[r], x_rest[r]) = (&row.0[..vectors], row.1);
+        }
+        let mut sums = [[s.splat(0.0); R]; H];
+        for c in 0..vectors {
+            let mut of_rows = [s.splat(0.0); R];
+            for r in 0..R {
+                of_rows[r] = E::load(s, &x[r][c]);
+            }
+            for h in 0..H {
+                let q = s.load(&q[h][c]);
+                for r in 0..R {
+                    sums[h][r] = s.fma(q, of_rows[r], sums[h][r]);
+                }
+            }
+        }
+        if !self.width.is_multiple_of(LANES) {
+            for r in 0..R {
+                let x = load_some(s, x_rest[r]);
+                for h in 0..H {
+                    sums[h][r] = s.fma(s.load_part(q_rest[h]), x, sums[h][r]);
+                }
+            }
+        }
+        sums
     }
 }
 

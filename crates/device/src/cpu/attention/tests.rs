@@ -31,9 +31,11 @@ fn with_each_type(x: &[f32], stride: usize, test: impl Fn(Rows<'_>, &[f64])) {
 fn scores() {
     crate::cpu::ops::tests::at_every_level(|| {
         for width in WIDTHS {
-            for (heads, count, gap) in [(1, 16, 0), (3, 5, 3), (9, 2, 1), (4, 1, 0), (2, 0, 0)] {
+            for (heads, count, gap) in
+                [(1, 16, 0), (3, 5, 3), (9, 2, 1), (4, 1, 0), (2, 0, 0), (6, 37, 2)]
+            {
                 let stride = width + gap;
-                let (x, q) = (values(16 * stride, 1), values(heads * width, 2));
+                let (x, q) = (values(37 * stride, 1), values(heads * width, 2));
                 let out_stride = count + 2;
                 with_each_type(&x, stride, |rows, exact| {
                     let mut out = vec![7.0; heads * out_stride];

@@ -90,7 +90,7 @@ fn products_are_those_of_float64() {
             let bytes = weights(block_type, outputs, inputs, &mut random);
             let mut w = vec![0.0; outputs * inputs];
             block_type.dequantize(&bytes, &mut w).unwrap();
-            for rows in [1, 13] {
+            for rows in [1, 13, 37] {
                 let x = exact_vectors(rows, inputs, &mut random);
                 for activations in [Activations::Float, Activations::Int8] {
                     for options in options(activations) {
@@ -171,9 +171,12 @@ fn a_row_is_the_same_to_the_bit_in_any_company() {
                     out
                 };
                 let alone: Vec<Vec<f32>> = x.chunks(inputs).map(|x| product(x, &Serial)).collect();
-                for rows in [2, 3, 4, 5, 6, 7, 8, 9, 11, 17, most] {
+                for rows in 2..=most {
                     let last = &x[(most - rows) * inputs..];
-                    assert_eq!(product(last, &pool), alone[most - rows..].concat());
+                    assert_eq!(product(last, &pool), alone[most - rows..].concat(), "{rows}");
+                }
+                for threads in [1, 2, 7] {
+                    assert_eq!(product(&x, &Pool::new(threads)), alone.concat(), "{threads}");
                 }
                 let backwards: Vec<f32> = x.chunks(inputs).rev().flatten().copied().collect();
                 let reversed: Vec<f32> = alone.iter().rev().flatten().copied().collect();
@@ -223,6 +226,97 @@ fn rows_are_those_of_the_file() {
             }
             assert!(matrix.row(outputs, &mut got).is_err());
             assert!(matrix.row(0, &mut got[1..]).is_err());
+        }
+    }
+}
+
+/// Where a block's f16 scales lie.
+fn scales_at(block_type: BlockType) -> &'static [usize] {
+    match block_type {
+        BlockType::F32 | BlockType::F16 | BlockType::BF16 => &[],
+        BlockType::Q4_0 | BlockType::Q5_0 | BlockType::Q8_0 => &[0],
+        BlockType::Q4_1 | BlockType::Q5_1 | BlockType::Q4_K | BlockType::Q5_K => &[0, 2],
+        BlockType::Q6_K => &[208],
+    }
+}
+
+#[test]
+fn extreme_blocks_and_vectors_are_those_of_float64() {
+    let mut random = Random(7);
+    let (outputs, inputs, rows) = (33, 512, 17);
+    // Zero, the least and greatest that f16 has without and with its full precision, and the largest.
+    let scales = [0x0000, 0x8000, 0x0001, 0x83ff, 0x0400, 0x7bff, 0xfbff];
+    for block_type in BlockType::ALL.into_iter().filter(|t| !scales_at(*t).is_empty()) {
+        let mut bytes = weights(block_type, outputs, inputs, &mut random);
+        for block in bytes.chunks_exact_mut(block_type.block_bytes()) {
+            // Codes at both ends of their range, and scales of scales too.
+            match random.bits() % 3 {
+                0 => block.fill(0xff),
+                1 => block.fill(0x00),
+                _ => {}
+            }
+            for &at in scales_at(block_type) {
+                let scale: u16 = scales[random.bits() as usize % scales.len()];
+                block[at..at + 2].copy_from_slice(&scale.to_le_bytes());
+            }
+        }
+        let mut w = vec![0.0; outputs * inputs];
+        block_type.dequantize(&bytes, &mut w).unwrap();
+        let mut x = exact_vectors(rows, inputs, &mut random);
+        for block in x.chunks_mut(32) {
+            let by = [0.0, 1e-30, 1e-15, 1.0, 1e15, 1e25].map(|by: f32| by.log2().round().exp2());
+            let by = by[random.bits() as usize % by.len()];
+            block.iter_mut().for_each(|x| *x *= by);
+        }
+        for activations in [Activations::Float, Activations::Int8] {
+            for options in options(activations) {
+                let matrix =
+                    Matrix::pack(block_type, outputs, inputs, &bytes, options, &Serial).unwrap();
+                let mut out = vec![f32::NAN; rows * outputs];
+                matrix.matmul(&x, rows, &mut out, &mut Scratch::default(), &Serial).unwrap();
+                for (i, &got) in out.iter().enumerate() {
+                    let (r, o) = (i / outputs, i % outputs);
+                    let x = &x[r * inputs..][..inputs];
+                    let (want, size) = reference(&w[o * inputs..][..inputs], x);
+                    let error = (f64::from(got) - want).abs();
+                    assert!(
+                        error <= size * 4e-6 + f64::from(f32::MIN_POSITIVE),
+                        "{block_type} {options:?} row {r}, output {o}: {got} for {want} of {size}"
+                    );
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn a_weight_that_is_not_finite_spoils_its_own_output_alone() {
+    let mut random = Random(8);
+    let (outputs, inputs, rows, bad) = (33, 256, 17, 18);
+    for block_type in BlockType::ALL {
+        for value in [f16::NAN, f16::INFINITY, f16::NEG_INFINITY] {
+            let mut bytes = weights(block_type, outputs, inputs, &mut random);
+            let row = &mut bytes[bad * block_type.row_bytes(inputs).unwrap()..];
+            match block_type {
+                BlockType::F32 => row[..4].copy_from_slice(&value.to_f32().to_le_bytes()),
+                BlockType::BF16 => row[..2].copy_from_slice(&value.to_f32().to_le_bytes()[2..]),
+                BlockType::Q6_K => row[208..210].copy_from_slice(&value.to_le_bytes()),
+                _ => row[..2].copy_from_slice(&value.to_le_bytes()),
+            }
+            let x = exact_vectors(rows, inputs, &mut random);
+            for activations in [Activations::Float, Activations::Int8] {
+                for options in options(activations) {
+                    let matrix =
+                        Matrix::pack(block_type, outputs, inputs, &bytes, options, &Serial)
+                            .unwrap();
+                    let mut out = vec![0.0; rows * outputs];
+                    matrix.matmul(&x, rows, &mut out, &mut Scratch::default(), &Serial).unwrap();
+                    for (i, x) in out.iter().enumerate() {
+                        let is_spoiled = i % outputs == bad;
+                        assert_eq!(x.is_finite(), !is_spoiled, "{block_type} {options:?}: {x}");
+                    }
+                }
+            }
         }
     }
 }

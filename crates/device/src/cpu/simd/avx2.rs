@@ -194,6 +194,32 @@ impl Simd for Avx2 {
     }
 
     #[inline(always)]
+    fn sums(self, x: &[Self::F; LANES]) -> Self::F {
+        // As with registers twice as wide: there the first step is that of one vector here.
+        macro_rules! fold {
+            ($a:expr, $b:expr, $shuffle:ident, $first:literal, $second:literal) => {{
+                let (a, b) = ($a, $b);
+                _mm256_add_ps($shuffle::<$first>(a, b), $shuffle::<$second>(a, b))
+            }};
+        }
+        op!({
+            let mut out = [_mm256_setzero_ps(); 2];
+            for (half, out) in out.iter_mut().enumerate() {
+                let mut four = [_mm256_setzero_ps(); 4];
+                for (j, four) in four.iter_mut().enumerate() {
+                    let [a, b] = [x[8 * half + j], x[8 * half + 4 + j]];
+                    let [a, b] = [_mm256_add_ps(a[0], a[1]), _mm256_add_ps(b[0], b[1])];
+                    *four = fold!(a, b, _mm256_permute2f128_ps, 0x20, 0x31);
+                }
+                let first = fold!(four[0], four[1], _mm256_shuffle_ps, 0x44, 0xee);
+                let second = fold!(four[2], four[3], _mm256_shuffle_ps, 0x44, 0xee);
+                *out = fold!(first, second, _mm256_shuffle_ps, 0x88, 0xdd);
+            }
+            out
+        })
+    }
+
+    #[inline(always)]
     fn splat_i32(self, x: i32) -> Self::I {
         [op!(_mm256_set1_epi32(x)); 2]
     }

@@ -72,6 +72,28 @@ fn float_arithmetic() {
     });
 }
 
+#[derive(Clone)]
+struct Sums([[f32; 16]; 16]);
+
+impl Kernel for Sums {
+    type Output = ([f32; 16], [f32; 16]);
+
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) -> Self::Output {
+        let x = self.0.map(|x| s.load(&x));
+        let mut together = [0.0; 16];
+        s.store(s.sums(&x), &mut together);
+        (together, x.map(|x| s.sum(x)))
+    }
+}
+
+#[test]
+fn sums_of_sixteen_vectors_are_those_of_each() {
+    at_every_level(Sums(std::array::from_fn(|i| floats(i as u32))), |(together, apart)| {
+        assert_eq!(together.map(f32::to_bits), apart.map(f32::to_bits));
+    });
+}
+
 #[test]
 fn min_and_max_pass_a_nan_that_comes_second() {
     at_every_level(Floats([1.0; 16], [f32::NAN; 16]), |(out, _)| {

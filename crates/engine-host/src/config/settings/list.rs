@@ -77,8 +77,16 @@ pub const SETTINGS: &[Setting] = &[
         key: "threads",
         flag: "threads",
         help: "Threads of the host's pool",
-        default: "as many as the machine offers",
+        default: "as many as there are cores for this process",
         access: Access::Integer(1..=1024, |c| &mut c.engine.threads),
+    },
+    Setting {
+        table: "engine",
+        key: "pin_threads",
+        flag: "pin-threads",
+        help: "Keep each thread of the pool to a processor, where there are enough: for a machine that nobody else uses",
+        default: "false",
+        access: Access::Boolean(|c| &mut c.engine.pin_threads),
     },
     Setting {
         table: "engine",
