@@ -53,6 +53,7 @@ fn the_pool_and_the_planner_are_all_threads_there_are() {
         }
         let mut wanted: Vec<_> = (1..count).map(|i| format!("kernel-{i}")).collect();
         wanted.extend(["plan ahead".into(), "watchdog".into()]);
+        wanted.sort();
         let found: Vec<_> = names.keys().cloned().collect();
         assert_eq!(found, wanted, "threads = {count}");
         assert!(names.values().all(|of| of.len() == 1));
