@@ -70,7 +70,8 @@ pub struct EngineConfig {
     pub probe: Probe,
     /// Threads of the host's pool; default: as many as there are cores.
     pub threads: usize,
-    /// Whether threads of the pool are kept to processors of their own; default off.
+    /// Whether threads of the pool are kept to processors of their own where there are as many of them as
+    /// cores, or processors, for this process; default on.
     pub pin_threads: bool,
     /// CPU instruction level of all kernels, as [`device::CpuFeatures`] names them; default: the best
     /// that the CPU has.

@@ -225,7 +225,9 @@ fn load_node(
 }
 
 fn pool(engine: &config::EngineConfig) -> Pool {
-    match engine.pin_threads {
+    // With fewer threads, other programs that count from the first processor would meet them there.
+    let takes_all = |cpus: device::Cpus| [cpus.cores(), cpus.count()].contains(&engine.threads);
+    match engine.pin_threads && device::Cpus::allowed().is_some_and(takes_all) {
         true => device::pinned_pool(engine.threads),
         false => Pool::new(engine.threads),
     }

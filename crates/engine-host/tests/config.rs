@@ -67,7 +67,7 @@ fn every_key_is_read() {
         strict = true
         probe = "never"
         threads = 3
-        pin_threads = true
+        pin_threads = false
         preplan = false
         run_ahead = false
         cpu_features = "portable"
@@ -133,7 +133,7 @@ fn every_key_is_read() {
     assert_eq!(engine.device, Device::Cuda { ordinal: 1 });
     assert_eq!((engine.kv_dtype, engine.activations), (KvDtype::F32, Activations::Int8));
     assert_eq!(engine.plugin_dirs, [Path::new("/etc/engine/plugins"), Path::new("/opt/plugins")]);
-    assert!(engine.pin_threads);
+    assert!(!engine.pin_threads);
     assert!(engine.strict && !engine.preplan && !engine.cuda_graphs && engine.batch_invariant);
     assert!(!engine.run_ahead);
     assert_eq!(engine.transfer, TransferEngine::SharedMemory);

@@ -39,9 +39,12 @@ fn threads() -> BTreeMap<String, Vec<String>> {
 #[test]
 fn the_pool_and_the_planner_are_all_threads_there_are() {
     let _alone = ALONE.lock().unwrap_or_else(|e| e.into_inner());
-    let processors = device::Cpus::allowed().unwrap().count();
+    let cpus = device::Cpus::allowed().unwrap();
+    let processors = cpus.count();
     let before = threads();
-    for (count, pin) in [(1, false), (4, false), (2, true), (processors + 1, true)] {
+    let shapes =
+        [(1, true), (processors, true), (cpus.cores(), true), (2, false), (processors + 1, true)];
+    for (count, pin) in shapes {
         let config = config(&format!("threads = {count}\npin_threads = {pin}"), "pages = 512");
         let mut engine = load(&config).engine;
         let done = run(&mut engine, requests(3, 4));
@@ -64,7 +67,8 @@ fn the_pool_and_the_planner_are_all_threads_there_are() {
             "it was started by a kept thread"
         );
         for (_, of) in names.iter().filter(|(name, _)| name.starts_with("kernel-")) {
-            assert_eq!(is_kept(of), processors == 1 || pin && count <= processors);
+            let is_all = count == processors || count == cpus.cores();
+            assert_eq!(is_kept(of), processors == 1 || pin && is_all);
         }
     }
 }

@@ -73,7 +73,7 @@ fn defaults(file: &str, base: &Path) -> Config {
             strict: false,
             probe: Probe::Unpinned,
             threads: device::default_threads(),
-            pin_threads: false,
+            pin_threads: true,
             cpu_features: None,
             preplan: true,
             run_ahead: true,

@@ -84,8 +84,8 @@ pub const SETTINGS: &[Setting] = &[
         table: "engine",
         key: "pin_threads",
         flag: "pin-threads",
-        help: "Keep each thread of the pool to a processor, where there are enough: for a machine that nobody else uses",
-        default: "false",
+        help: "Keep each thread of the pool to a processor, where there are as many threads as cores or processors for this process",
+        default: "true",
         access: Access::Boolean(|c| &mut c.engine.pin_threads),
     },
     Setting {
