@@ -217,3 +217,37 @@ fn steps_that_begin_before_the_last_ones_output_draw_what_the_cpu_draws() {
         }
     }
 }
+
+#[test]
+#[ignore = "needs a GPU"]
+fn requests_with_biases_and_penalties_draw_what_they_draw_on_the_cpu() {
+    let vocab = 5_003;
+    let (cpu, cuda) = (Engine::new(vocab), Engine::on_device(vocab));
+    let configs = [
+        r#"{"temperature": 0, "logit_bias": {"7": 100, "8": -100}}"#,
+        r#"{"temperature": 1.1, "seed": 4, "presence_penalty": 1.5, "frequency_penalty": 0.5}"#,
+        r#"{"temperature": 0, "min_tokens": 6, "end_token_ids": [1, 2, 3], "logit_bias": {"2": 90}}"#,
+        r#"{"temperature": 0.8, "seed": 9, "top_k": 12}"#,
+    ];
+    let rids: Vec<_> = (0..configs.len() as u32).map(rid).collect();
+    for (&rid, config) in rids.iter().zip(configs) {
+        cpu.ingest(rid, config);
+        cuda.ingest(rid, config);
+    }
+    let mut random = Noise(7);
+    let is_good = |row: &Vec<f32>| !row.iter().any(|x| x.is_nan() || *x == f32::INFINITY);
+    let mut ends = Vec::new();
+    for step in 0..12 {
+        let rows = std::iter::repeat_with(|| random.row(vocab)).filter(is_good);
+        let rows: Vec<Vec<f32>> = rows.take(rids.len()).collect();
+        let rows: Vec<&[f32]> = rows.iter().map(Vec::as_slice).collect();
+        let (want, got) = (cpu.step(&rids, &rows), cuda.step(&rids, &rows));
+        for (i, (want, got)) in want.iter().zip(&got).enumerate() {
+            let (want, got) = ((want.status, want.token), (got.status, got.token));
+            assert_eq!(want, got, "step {step}, request {i}");
+        }
+        ends.push(got[2].token == 2);
+    }
+    // The bias shows, once the end is allowed.
+    assert!(ends[..6].iter().all(|is_end| !is_end) && ends[6..].contains(&true), "{ends:?}");
+}
