@@ -363,6 +363,16 @@ fn names_and_texts_of_others_stay_in_their_line() {
 }
 
 #[test]
+fn thousands_of_problems_are_told_in_a_few_lines() {
+    let dir = Directory::new();
+    let keys: String = (0..8000).map(|i| format!("k{i}=1\n")).collect();
+    std::fs::write(dir.path().join("x.toml"), format!("[plugin]\n{keys}")).unwrap();
+    let (code, text) = doctor(&dir, &[]);
+    assert_eq!(code, Some(1));
+    assert!(text.lines().count() < 30 && text.contains("more problems"), "{text}");
+}
+
+#[test]
 fn a_note_that_says_two_things_is_refused() {
     let dir = Directory::new();
     let twice = GOOD_NOTE.replace("panic unwind", "panic abort\npanic unwind");

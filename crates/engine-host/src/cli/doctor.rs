@@ -145,10 +145,7 @@ fn examine(plugin: &Discovered) -> Vec<Stage> {
         went_well
     };
     let manifest = match (&plugin.state, &plugin.manifest) {
-        (State::Refused(_), _) | (_, None) => {
-            let problems: Vec<String> = plugin.problems.0.iter().map(ToString::to_string).collect();
-            Err(problems.join("\n"))
-        }
+        (State::Refused(_), _) | (_, None) => Err(plugin.problems.to_string()),
         (State::Disabled, Some(_)) => Ok("disabled (enabled = false)".into()),
         (State::Usable, Some(m)) => Ok(format!(
             "{} {}, contract {}, kinds {}",
