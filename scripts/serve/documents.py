@@ -81,7 +81,7 @@ parser.add_argument("--examples", type=int, default=50)
 given = parser.parse_args()
 lines = {"plugins": given.plugins} if given.plugins else {}
 # Short answers, so that thousands of them take minutes.
-server = Served(given.program, ["--max-model-len", "160"], **lines)
+server = Served(given.program, ["--max-model-len", "96"], **lines)
 metrics(server)
 code = openapi(server, given.examples)
 metrics(server)
