@@ -18,6 +18,7 @@ use serde::Deserialize;
 mod capability;
 mod fault;
 mod layout;
+mod moves;
 mod prefix;
 mod resource;
 mod state;

@@ -24,11 +24,11 @@
 mod attention;
 mod bench;
 mod host;
+mod lives;
 mod model;
 mod ops;
 mod play;
 mod positions;
-mod prefix;
 mod random;
 mod report;
 mod rig;
@@ -88,7 +88,7 @@ pub fn check_kind(subject: &Subject, options: &Options) -> Report {
         }
     }
     streams(subject, options, &mut report);
-    prefixes(subject, options, &mut report);
+    whole_lives(subject, options, &mut report);
     for (rule, check) in positions::RULES.iter().chain(attention::RULES).chain(sampler::RULES) {
         (options.watch)(&format!("rule: {rule}"));
         let done = check(subject, options.watch, options.seed);
@@ -113,18 +113,14 @@ fn streams(subject: &Subject, options: &Options, report: &mut Report) {
     report.note(rule, outcome);
 }
 
-fn prefixes(subject: &Subject, options: &Options, report: &mut Report) {
-    let rule = "what a cache has kept holds the tokens of whoever takes it over";
+fn whole_lives(subject: &Subject, options: &Options, report: &mut Report) {
+    let rule = "requests that share, move, leave and come back hold their own tokens";
     (options.watch)(&format!("rule: {rule}"));
     let outcome = match rules::offers(subject, "kv.cache") {
         false => Ok(Verdict::Skipped("it offers no kv.cache/1".into())),
-        true => match prefix::keeps_prefixes(subject, options.watch) {
-            Ok(false) => Ok(Verdict::Skipped("enable_prefix_cache opens nothing".into())),
-            Err(what) => Err((what, Vec::new())),
-            Ok(true) => random_sequences(options, report, prefix::sequence, |ops| {
-                prefix::perform(subject, ops, options.watch)
-            }),
-        },
+        true => random_sequences(options, report, lives::sequence, |ops| {
+            lives::perform(subject, ops, options.watch)
+        }),
     };
     report.note(rule, outcome);
 }

@@ -37,7 +37,7 @@ fn kv_is_clean() {
     let report = check(kind::<resource_kv::Kv>(), KV, None);
     assert!(report.operations > 2000, "{report}");
     clean_at("streams hold", report.clone());
-    clean_at("what a cache has kept", report);
+    clean_at("requests that share", report);
 }
 
 #[test]

@@ -179,7 +179,7 @@ impl FakeCache {
         })
     }
 
-    fn page(&self, page: u32) -> Vec<f32> {
+    pub(super) fn page(&self, page: u32) -> Vec<f32> {
         let mut elements = vec![0.0; self.facts.page_stride as usize];
         // In range: pages come from the pool.
         let _ = self.memory.view().reader().load(self.place(0, 0, page, 0), &mut elements);

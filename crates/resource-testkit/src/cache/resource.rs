@@ -1,8 +1,8 @@
 //! The methods of the protocol, handed on to the state.
 
 use resource_api::{
-    AdmitOutcome, LabelId, NodeId, Plan, PrefixInputs, PrefixWalk, RequestId, RequestOverrides,
-    Resource, ResourceStep, Result, StepContext, StepId, TypedRef, WalkId,
+    AdmitOutcome, LabelId, NodeId, Plan, PrefixInputs, PrefixWalk, PublishedInfo, RequestId,
+    RequestOverrides, Resource, ResourceStep, Result, StepContext, StepId, TypedRef, WalkId,
 };
 use serde_json::json;
 
@@ -111,6 +111,33 @@ impl Resource for FakeCache {
 
     fn clear_preplan(&self, step: Option<StepId>) -> Result<()> {
         self.with(|state| state.drop_stages(|id| step.is_none_or(|s| s.0 == id)));
+        Ok(())
+    }
+
+    fn publish(&self, rid: RequestId) -> Result<Option<PublishedInfo>> {
+        Ok(self.published(rid))
+    }
+
+    fn admit_retrieve(
+        &self,
+        rid: RequestId,
+        _node: NodeId,
+        _walk: WalkId,
+        published: Option<&PublishedInfo>,
+    ) -> Result<AdmitOutcome> {
+        published.map_or(Ok(AdmitOutcome::OK), |info| self.take_in(rid, info))
+    }
+
+    fn retain_session(&self, rid: RequestId, session: &str) -> Result<()> {
+        self.with(|state| state.retain(rid, session))
+    }
+
+    fn adopt_session(&self, rid: RequestId, session: &str, len: u32) -> Result<Option<u32>> {
+        self.adopt_streams(rid, session, len).map(Some)
+    }
+
+    fn remove_session(&self, session: &str) -> Result<()> {
+        self.with(|state| state.forget(session));
         Ok(())
     }
 

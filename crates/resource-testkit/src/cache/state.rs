@@ -85,6 +85,7 @@ pub(super) struct State {
     pub(super) requests: BTreeMap<u32, Request>,
     pub(super) streams: BTreeMap<StreamId, Stream>,
     pub(super) steps: BTreeMap<u64, InFlight>,
+    pub(super) sessions: BTreeMap<String, Vec<(LabelId, Stream)>>,
     pub(super) host_free: u32,
     /// Cached pages by the tokens up to their end; closed at first.
     pub(super) index: Option<BTreeMap<Vec<u32>, u32>>,
@@ -105,6 +106,7 @@ impl State {
             requests: BTreeMap::new(),
             streams: BTreeMap::new(),
             steps: BTreeMap::new(),
+            sessions: BTreeMap::new(),
             host_free: host_pages,
             index: None,
             fault,

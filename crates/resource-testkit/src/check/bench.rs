@@ -5,7 +5,7 @@ use resource_api::{
     WalkId,
 };
 
-use super::rig::{Plans, Rig, Subject, Watch, told};
+use super::rig::{Plans, Rig, Subject, Watch, shown, told};
 use super::step::{Row, Step};
 
 /// Puts what was called before an error's text.
@@ -126,13 +126,13 @@ impl Bench {
         for &rid in rids {
             self.rig.say(&format!("questions about {rid}"));
             let info = r.publish(rid).map_err(failed("publish"))?;
-            all.push(format!("publish {rid}: {info:?}"));
+            all.push(format!("publish {rid}: {}", shown(info.as_ref())));
             let step = r.publish_for_step(rid, Some(NODE), Some(WALK));
             let step = step.map_err(failed("publish_for_step"))?;
-            all.push(format!("publish_for_step {rid}: {step:?}"));
+            all.push(format!("publish_for_step {rid}: {}", shown(step.as_ref())));
             let stop = r.publish_after_stop(rid, Some(NODE), Some(WALK));
             let stop = stop.map_err(failed("publish_after_stop"))?;
-            all.push(format!("publish_after_stop {rid}: {stop:?}"));
+            all.push(format!("publish_after_stop {rid}: {}", shown(stop.as_ref())));
             let n = r.reclaimable(rid).map_err(failed("reclaimable"))?;
             let away = r.is_offloaded(rid).map_err(failed("is_offloaded"))?;
             let back = r.can_reload(rid).map_err(failed("can_reload"))?;

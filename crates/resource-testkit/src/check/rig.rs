@@ -7,11 +7,13 @@ use resource_api::abi::fault::FaultCell;
 use resource_api::abi::object::open;
 use resource_api::{
     AdmitOutcome, BuiltResource, Capability, DType, Device, EngineLimits, EngineResourceInfo,
-    HostServicesHandle, Interface, Kind, KindHandle, NodeResourceSpec, RequestId, RequestOverrides,
-    Resource, ResourceError, ResourceHandle, ResourceStep, Result, StepContext, StepId, TypedRef,
+    HostServicesHandle, Interface, Kind, KindHandle, NodeResourceSpec, PublishedInfo, RequestId,
+    RequestOverrides, Resource, ResourceError, ResourceHandle, ResourceStep, Result, StepContext,
+    StepId, TransferEngineInfo, TypedRef,
 };
 
 use super::host::KitHost;
+use super::random::mix;
 use super::step::{Columns, Step};
 
 /// Limits of the engine that the kit plays: small, so that they are met.
@@ -46,6 +48,19 @@ impl Subject {
     /// # Errors
     /// What a kind's `build` says.
     pub fn build(&self, watch: Watch) -> Result<Rig> {
+        self.build_with(watch, None)
+    }
+
+    /// Likewise, for a worker whose state can go to others in this process.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn build_worker(&self, watch: Watch) -> Result<Rig> {
+        let (engine, endpoint) = ("in-process".to_string(), String::new());
+        self.build_with(watch, Some(TransferEngineInfo { engine, endpoint }))
+    }
+
+    fn build_with(&self, watch: Watch, transfer: Option<TransferEngineInfo>) -> Result<Rig> {
         let host = Arc::new(KitHost::default());
         let handle = HostServicesHandle::new(host.clone());
         let mut rig = Rig { host, parts: Vec::new(), columns: RefCell::default(), watch };
@@ -54,6 +69,7 @@ impl Subject {
             let mut info = EngineResourceInfo::new(Device::CPU, handle.clone());
             info.kv_dtype = DType::F32;
             info.limits = LIMITS;
+            info.transfer_engine_info.clone_from(&transfer);
             info.index = rig.parts.len() as u32;
             for key in unmarked(&kind)?.depends_on(spec.clone())? {
                 let at = rig.parts.iter().position(|p| p.spec.resource_key == key);
@@ -320,6 +336,17 @@ fn first_error(all: impl Iterator<Item = Result<()>>) -> Result<()> {
         }
     }
     first
+}
+
+/// What was published, in so many words that two are told apart.
+pub fn shown(info: Option<&PublishedInfo>) -> String {
+    let Some(info) = info else { return "nothing".into() };
+    let sum = |body: &[u8]| body.iter().fold(0, |sum, &byte| mix(sum ^ u64::from(byte)));
+    let entry = |(name, order, body): (&str, u64, &[u8])| {
+        format!(" {name}@{order} of {} bytes, {:08x}", body.len(), sum(body) as u32)
+    };
+    let entries: String = info.entries().map(entry).collect();
+    format!("{}/{}{entries}", info.kind(), info.version())
 }
 
 /// An error's text with its kind, for findings.

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use resource_api::{PublishedInfo, RequestId, RequestOverrides, Resource, ResourceHandle};
 
 use super::super::bench::{A, B, Bench, NODE, STRANGER, WALK, failed};
-use super::super::rig::{Subject, Watch};
+use super::super::rig::{Subject, Watch, shown};
 use super::{HOLDS, Outcome, skipped};
 
 pub(super) fn plain_step(subject: &Subject, watch: Watch) -> Outcome {
@@ -145,7 +145,8 @@ pub(super) fn publishing(subject: &Subject, watch: Watch) -> Outcome {
         if outcome.is_ready() {
             let again = r.publish(A).map_err(failed("publish"))?;
             if again.as_ref() != Some(&info) {
-                return Err(format!("published {info:?}, taken in and published again: {again:?}"));
+                let (once, again) = (shown(Some(&info)), shown(again.as_ref()));
+                return Err(format!("published {once}, taken in and published again: {again}"));
             }
             return HOLDS;
         }
