@@ -301,10 +301,15 @@ impl State {
 
     /// Length of a stream where a copy is made: before the step, or after it.
     fn len_at(&self, record: &StepRecord, id: StreamId, after: bool) -> u32 {
-        let copies = record.copies.iter().rev();
-        if let Some(copy) = copies.clone().find(|c| c.after && c.target() == id) {
+        let mut copies = record.copies.iter().rev();
+        if let Some(copy) = copies.find(|c| c.after && c.target() == id) {
             return copy.len;
         }
+        self.len_of(record, id, after)
+    }
+
+    /// The same, without the copies that are made after the step.
+    fn len_of(&self, record: &StepRecord, id: StreamId, after: bool) -> u32 {
         if let Some(entry) = record.entry_of(id).filter(|_| after) {
             return entry.start + if record.commit { entry.span } else { 0 };
         }
@@ -332,7 +337,8 @@ impl State {
                 let what = format!("{what}: protects {prefix} tokens, {protected} were protected");
                 return Err(ResourceError::invalid(what).into());
             }
-            let len = self.len_at(record, id, true);
+            // Windows are kept before copies are made.
+            let len = self.len_of(record, id, true);
             if record.commit && prefix > len && self.requests.get(id).is_some() {
                 let what = format!("{what}: protects {prefix} tokens of {len}");
                 return Err(ResourceError::invalid(what).into());

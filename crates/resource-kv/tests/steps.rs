@@ -582,6 +582,10 @@ fn a_step_that_is_not_kept_releases_nothing_and_only_what_is_there_is_protected(
     assert_eq!(contents(&cache, 5, 0, 0), count(0, 21), "no policy, nothing released");
     run(&cache, &Step::new(6, &[(0, 0, 1)]).with(keep(true, 0)), &[21.0]);
     assert_eq!(contents(&cache, 7, 0, 0), count(16, 22));
+    // The window is kept before another stream, an empty one, is copied over it.
+    let both = KvStepOptions { post_forks: list(&[fork(0, 1, 0)]), ..keep(true, 2) };
+    run(&cache, &Step::new(8, &[(0, 0, 1)]).with(both), &[22.0]);
+    assert_eq!(cache.len(0, 0), 0);
     cache.conserved();
 }
 
