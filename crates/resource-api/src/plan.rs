@@ -94,6 +94,11 @@ impl<T: Typed + Default + Send + Sync + 'static> PlanSlots<T> {
     pub fn is_used(&self, slot: u32) -> bool {
         self.slots.get(slot as usize).is_some_and(|s| s.get().is_some())
     }
+
+    /// The slots that have been used.
+    pub fn used(&self) -> impl Iterator<Item = u32> {
+        (0..MAX_SLOTS as u32).filter(|&slot| self.is_used(slot))
+    }
 }
 
 struct WriteDone<'a>(&'a AtomicBool);

@@ -5,6 +5,7 @@ use crate::cpu;
 use crate::cuda::{self, Cuda};
 use crate::layout::{Layout, Shape};
 use crate::plan::AttentionPlan;
+use crate::planned::Planned;
 use crate::spec::{CrossAttentionSettings, Scoring};
 use resource_api::{
     Capability, CrossAttention, CrossAttentionHandle, EngineResourceInfo, HostServices,
@@ -30,6 +31,7 @@ pub struct PagedCrossAttention {
     scoring: Scoring,
     shape: Shape,
     plans: PlanSlots<AttentionPlan>,
+    planned: Planned,
     /// Where the engine runs on a CUDA device.
     cuda: Option<Cuda>,
     index: u32,
@@ -79,6 +81,7 @@ impl ResourceKind for PagedCrossAttention {
             scoring,
             shape,
             plans: PlanSlots::new(),
+            planned: Planned::default(),
             index: info.index,
             host: info.host.clone(),
         })
@@ -99,7 +102,13 @@ impl Resource for PagedCrossAttention {
     }
 
     fn inspect(&self) -> String {
-        serde_json::json!({ "kind": Self::KIND, "settings": self.settings }).to_string()
+        serde_json::json!({
+            "kind": Self::KIND,
+            "settings": self.settings,
+            "planned": self.planned.to_json(),
+            "slots": self.plans.used().collect::<Vec<_>>(),
+        })
+        .to_string()
     }
 
     /// It keeps nothing for a request, so it misses nothing.
@@ -136,6 +145,7 @@ impl Resource for PagedCrossAttention {
                 None => self.rows_of_step(step, &mut contexts, &mut layout)?,
             }
             layout.finish(&self.shape);
+            self.planned.note(plan);
             self.cuda.as_ref().map_or(Ok(()), |cuda| cuda.upload(ctx, plan, kv))
         })
     }

@@ -24,6 +24,7 @@ mod cross;
 mod cuda;
 mod layout;
 mod plan;
+mod planned;
 mod resource;
 mod spec;
 

@@ -5,6 +5,7 @@ use crate::cpu;
 use crate::cuda::{self, Cuda, RowColumns};
 use crate::layout::{Layout, Shape};
 use crate::plan::AttentionPlan;
+use crate::planned::Planned;
 use crate::spec::{AttentionSettings, Scoring};
 use resource_api::{
     Attention, AttentionHandle, AttentionStepOptions, Capability, EngineResourceInfo, HostServices,
@@ -24,6 +25,7 @@ pub struct PagedAttention {
     scoring: Scoring,
     shape: Shape,
     plans: PlanSlots<AttentionPlan>,
+    planned: Planned,
     /// Where the engine runs on a CUDA device.
     cuda: Option<Cuda>,
     index: u32,
@@ -60,7 +62,8 @@ impl ResourceKind for PagedAttention {
         let cuda = (!info.device.is_cpu()).then(|| Cuda::new(info, &cache)).transpose();
         let (index, host) = (info.index, info.host.clone());
         let (cuda, plans) = (cuda.map_err(within)?, PlanSlots::new());
-        Ok(Self { settings, cache, scoring, shape, plans, cuda, index, host })
+        let planned = Planned::default();
+        Ok(Self { settings, cache, scoring, shape, plans, planned, cuda, index, host })
     }
 
     fn capabilities(this: &Arc<Self>) -> Vec<Capability> {
@@ -78,7 +81,13 @@ impl Resource for PagedAttention {
     }
 
     fn inspect(&self) -> String {
-        serde_json::json!({ "kind": Self::KIND, "settings": self.settings }).to_string()
+        serde_json::json!({
+            "kind": Self::KIND,
+            "settings": self.settings,
+            "planned": self.planned.to_json(),
+            "slots": self.plans.used().collect::<Vec<_>>(),
+        })
+        .to_string()
     }
 
     /// It keeps nothing for a request, so it misses nothing.
@@ -109,6 +118,7 @@ impl Resource for PagedAttention {
         self.plans.plan(ctx, |plan| {
             lay_out(plan, kv, options.causal, &self.shape);
             plan.device = RowColumns::of(kv);
+            self.planned.note(plan);
             Ok(())
         })
     }

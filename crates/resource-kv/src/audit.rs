@@ -27,6 +27,7 @@ impl State {
                     "tokens": s.len,
                     "pending": s.pending,
                     "pages": s.held(),
+                    "page_map": runs(&s.pages),
                     "released": s.released,
                     "protected": s.protected,
                     "generation": s.generation,
@@ -157,4 +158,16 @@ impl State {
         let (request, label) = (id.request, id.label.0);
         Err(ResourceError::internal(format!("label {label} of request {request} lacks a {what}")))
     }
+}
+
+/// Pages in their order, as runs of neighbours: (first, how many).
+fn runs(pages: &[u32]) -> Vec<(u32, u32)> {
+    let mut runs: Vec<(u32, u32)> = Vec::new();
+    for &page in pages {
+        match runs.last_mut().filter(|(first, count)| first + count == page) {
+            Some((_, count)) => *count += 1,
+            None => runs.push((page, 1)),
+        }
+    }
+    runs
 }

@@ -164,6 +164,17 @@ impl Counters {
         })
     }
 
+    /// All live requests, by slot.
+    pub fn all(&self) -> impl Iterator<Item = RequestId> {
+        let chunks = self.chunks.iter().enumerate();
+        let requests = chunks.filter_map(|(i, chunk)| Some((i, chunk.get()?)));
+        let requests = requests.flat_map(|(i, chunk)| (CHUNK * i..).zip(chunk.iter()));
+        requests.filter_map(|(slot, request)| {
+            let generation = request.generation.load(Acquire);
+            (generation != 0).then(|| RequestId::new(slot as u32, generation))
+        })
+    }
+
     /// The right to change counters, for one call.
     pub fn edit(&self) -> Edit<'_> {
         let admitted = self.writer.lock().unwrap_or_else(|e| e.into_inner());

@@ -11,6 +11,8 @@ use resource_api::{
     StepContext, TensorViewMut, Turning, WalkId,
 };
 
+use serde_json::json;
+
 use crate::counters::{Counters, admit};
 use crate::cuda::Cuda;
 use crate::layout::{Part, Rules, last_position, lay_out, parts, plain_parts, start};
@@ -205,8 +207,19 @@ impl Resource for Positions {
     }
 
     fn inspect(&self) -> String {
-        serde_json::json!({ "requests": self.counters.len(), "max_position": self.rules.limit })
-            .to_string()
+        let streams = self.counters.all().flat_map(|rid| {
+            self.counters.streams(rid).map(move |(label, next)| {
+                let label = self.host.label_name(label);
+                json!({ "request": rid.to_string(), "label": label, "next": next })
+            })
+        });
+        json!({
+            "requests": self.counters.len(),
+            "max_position": self.rules.limit,
+            "sessions": self.sessions.lock().unwrap_or_else(PoisonError::into_inner).len(),
+            "streams": streams.collect::<Vec<_>>(),
+        })
+        .to_string()
     }
 
     /// A sequential counter only has to be told how long the skipped prefix is. Under the block

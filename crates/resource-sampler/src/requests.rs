@@ -114,6 +114,12 @@ impl Requests {
         self.slots.get_mut(rid.index())?.as_mut().filter(|r| r.generation == rid.generation)
     }
 
+    /// All live requests, by slot.
+    pub fn iter(&self) -> impl Iterator<Item = (RequestId, &Request)> {
+        let slots = (0..).zip(&self.slots);
+        slots.filter_map(|(slot, r)| r.as_ref().map(|r| (RequestId::new(slot, r.generation), r)))
+    }
+
     /// Number of live requests.
     pub fn len(&self) -> usize {
         self.slots.iter().flatten().count()

@@ -120,7 +120,22 @@ impl Sampler {
 impl Resource for Sampler {
     fn inspect(&self) -> String {
         let requests = self.requests();
+        let live = requests.iter().map(|(rid, of)| {
+            serde_json::json!({
+                "request": rid.to_string(),
+                "sampled": of.position(),
+                "seed": of.params.seed,
+                "choice": of.params.choice,
+                "temperature": of.params.temperature,
+                "top_k": of.params.top_k,
+                "top_p": of.params.top_p,
+                "min_p": of.params.min_p,
+                "repetition_penalty": of.params.repetition_penalty,
+                "adjusted": of.adjust.is_some(),
+            })
+        });
         serde_json::json!({
+            "live": live.collect::<Vec<_>>(),
             "requests": requests.len(),
             "any_penalised": requests.any_penalised(),
             "any_adjusted": requests.any_adjusted(),
