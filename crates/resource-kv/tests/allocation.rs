@@ -1,4 +1,4 @@
-//! Steps of a running batch allocate nothing.
+//! Steps of a running batch allocate nothing, and looking up keeps nothing.
 
 mod common;
 
@@ -6,10 +6,12 @@ use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
 
 use common::*;
-use resource_api::{PrefixWalk, RequestOverrides, Resource, TensorView, WalkId};
+use resource_api::{KvCache, PrefixWalk, RequestOverrides, Resource, TensorView, WalkId};
 
 thread_local! {
     static ALLOCATIONS: Cell<u64> = const { Cell::new(0) };
+    /// Bytes that are not given back yet.
+    static HELD: Cell<i64> = const { Cell::new(0) };
 }
 
 struct Counting;
@@ -18,10 +20,12 @@ struct Counting;
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         let _ = ALLOCATIONS.try_with(|n| n.set(n.get() + 1));
+        let _ = HELD.try_with(|n| n.set(n.get() + layout.size() as i64));
         // SAFETY: the caller's promises are those of the system's allocator.
         unsafe { System.alloc(layout) }
     }
     unsafe fn dealloc(&self, memory: *mut u8, layout: Layout) {
+        let _ = HELD.try_with(|n| n.set(n.get() - layout.size() as i64));
         // SAFETY: as above.
         unsafe { System.dealloc(memory, layout) }
     }
@@ -63,10 +67,7 @@ fn steps_allocate_nothing_once_a_batch_is_running() {
         assert!(cache.admit(&step).is_ready());
         let plan = cache.plan(&step).unwrap();
         for layer in 0..LAYERS {
-            step.call(&[plan], |_, c| {
-                resource_api::KvCache::write_kv(&cache.kv, c, layer, MAIN, &rows, &rows)
-            })
-            .unwrap();
+            step.call(&[plan], |_, c| cache.kv.write_kv(c, layer, MAIN, &rows, &rows)).unwrap();
         }
         cache.commit(&step).unwrap();
         step.call(&[], |_, c| cache.resource.on_outputs(c, &step.request, &outputs)).unwrap();
@@ -78,4 +79,33 @@ fn steps_allocate_nothing_once_a_batch_is_running() {
     assert_eq!(after_warm_up, 0);
     let state: serde_json::Value = serde_json::from_str(&cache.resource.inspect()).unwrap();
     assert_eq!(state["prefix"]["pages"], 8 * (159 / 4), "every whole page was indexed");
+}
+
+#[test]
+fn ten_thousand_lookups_of_a_page_keep_no_memory() {
+    let cache = cache(4, 20, 200);
+    let walk = PrefixWalk { label: MAIN, write: WalkId(0), decode: WalkId(0) };
+    assert!(cache.resource.enable_prefix_cache(b"", vec![walk]).unwrap());
+    let tokens: Vec<u32> = (0..10).collect();
+    let overrides = RequestOverrides::new("", &tokens, 4);
+    let first = resource_api::RequestId::new(0, 1);
+    cache.resource.ingest_request(first, &overrides).unwrap();
+    let step = Step { token_ids: tokens.clone(), ..Step::new(1, &[(0, 0, 10)]) };
+    assert!(cache.admit(&step).is_ready());
+    cache.plan(&step).unwrap();
+    cache.commit(&step).unwrap();
+    let mut held = 0;
+    for round in 0..10_000u32 {
+        let twin = resource_api::RequestId::new(1, 1 + round);
+        cache.resource.ingest_request(twin, &overrides).unwrap();
+        let found = cache.resource.resolve_cached_prefix(twin, resource_api::NodeId(0), WalkId(0));
+        assert_eq!(found.unwrap(), Some(8));
+        cache.resource.remove_request(twin).unwrap();
+        if round == 10 {
+            held = HELD.get();
+        }
+    }
+    assert_eq!(HELD.get(), held, "bytes are kept from lookup to lookup");
+    assert_eq!(cache.kv.free_pages(), 20 - 3);
+    cache.conserved();
 }

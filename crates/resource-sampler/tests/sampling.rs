@@ -99,6 +99,32 @@ fn a_penalty_lowers_seen_tokens_whatever_their_sign() {
 }
 
 #[test]
+fn a_penalty_of_one_is_none_to_the_bit_and_keeps_no_tokens() {
+    let row = noise(8, 200);
+    let run = |config: &str, beside: Option<&str>| {
+        let e = Engine::new(200);
+        e.ingest_prompt(A, config, &[1, 2, 3]).unwrap();
+        beside.inspect(|config| e.ingest(B, config));
+        let inspect: serde_json::Value = serde_json::from_str(&e.resource.inspect()).unwrap();
+        let both: (&[RequestId], &[&[f32]]) = (&[A, B], &[&row, &row]);
+        let (rids, rows) = if beside.is_some() { both } else { (&both.0[..1], &both.1[..1]) };
+        let sampled: Vec<(u32, u32)> = (0..40)
+            .map(|_| e.step(rids, rows)[0])
+            .map(|sampled| (sampled.token, sampled.logprob.to_bits()))
+            .collect();
+        (sampled, inspect["any_penalised"].clone())
+    };
+    let (want, any) = run(r#"{"seed": 3, "temperature": 1}"#, None);
+    assert_eq!(any, false);
+    let one = r#"{"seed": 3, "temperature": 1, "repetition_penalty": 1.0}"#;
+    assert_eq!(run(one, None), (want.clone(), false.into()), "nobody looks at tokens");
+    let other = r#"{"temperature": 1, "repetition_penalty": 3}"#;
+    assert_eq!(run(one, Some(other)), (want.clone(), true.into()));
+    let penalised = r#"{"seed": 3, "temperature": 1, "repetition_penalty": 3}"#;
+    assert_ne!(run(penalised, None).0, want);
+}
+
+#[test]
 fn tokens_fed_and_drawn_are_seen() {
     let e = Engine::new(4);
     e.ingest(A, r#"{"temperature": 0, "repetition_penalty": 4}"#);
