@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
 use crate::document::{self, Problems};
-use crate::engine::{OnFault, Relief};
+use crate::engine::{OnFault, Queue, Relief, Victims};
 use crate::error::{Error, Result};
 use crate::probe::Probe;
 
@@ -86,6 +86,10 @@ pub struct EngineConfig {
     pub transfer_directory: PathBuf,
     /// What makes room when a step does not fit, in order; default evict, offload, recompute.
     pub pressure: Vec<Relief>,
+    /// Which request gives way then; default the youngest.
+    pub victims: Victims,
+    /// Whether requests may start before one that waits for room; default strict: no.
+    pub queue: Queue,
     /// Whether decode steps on a GPU are captured and replayed; default on.
     pub cuda_graphs: bool,
     /// Whether, on a GPU, what a request gets does not depend on what runs beside it, to the bit (on the CPU

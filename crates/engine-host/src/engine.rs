@@ -15,6 +15,7 @@ use crate::request::{Event, Failure, Requests, Token, Tracked, Usage};
 use crate::resources::ResourceSet;
 use crate::runner::{Committed, FailedStep, Live, Runner, Staged, Started};
 use crate::scheduler::{Join, Limits, Scheduler, Turn};
+pub use crate::scheduler::{Queue, Victims};
 use crate::services::Services;
 use crate::slots;
 use crate::step::SubmoduleStep;
@@ -303,6 +304,7 @@ impl Engine {
             match self.start(step) {
                 Ok(Started::Live(live)) => {
                     self.stalled = None;
+                    self.scheduler.ran(&self.work.ask.turns);
                     self.run(live);
                     break;
                 }

@@ -194,6 +194,33 @@ impl Tracked {
     }
 }
 
+#[cfg(test)]
+impl Tracked {
+    /// One with this prompt, of which nothing is computed yet.
+    pub fn plain(rid: RequestId, prompt: Vec<u32>) -> Self {
+        Self {
+            rid,
+            deadline: None,
+            prompt_len: prompt.len(),
+            tokens: prompt,
+            computed: 0,
+            in_step: 0,
+            cached: 0,
+            prefix_resolved: false,
+            offloaded: false,
+            max_tokens: 100,
+            ignore_eos: false,
+            stop_token_ids: Vec::new(),
+            logprobs: None,
+            labels: None,
+            prompt: None,
+            session: None,
+            arriving: None,
+            hand_over_after: None,
+        }
+    }
+}
+
 /// Requests by slot, with generations.
 #[derive(Debug, Default)]
 pub(crate) struct Requests {
@@ -260,26 +287,7 @@ mod tests {
     use super::*;
 
     fn tracked(rid: RequestId) -> Tracked {
-        Tracked {
-            rid,
-            deadline: None,
-            tokens: vec![1, 2, 3],
-            prompt_len: 3,
-            computed: 0,
-            in_step: 0,
-            cached: 0,
-            prefix_resolved: false,
-            offloaded: false,
-            max_tokens: 2,
-            ignore_eos: false,
-            stop_token_ids: vec![],
-            logprobs: None,
-            labels: None,
-            prompt: None,
-            session: None,
-            arriving: None,
-            hand_over_after: None,
-        }
+        Tracked { max_tokens: 2, ..Tracked::plain(rid, vec![1, 2, 3]) }
     }
 
     #[test]

@@ -2,14 +2,29 @@
 //!
 //! Continuous batching with chunked prefill: every running request moves on by the tokens it has
 //! pending (one, once its prompt is computed), as far as the step's token budget goes. Those that
-//! generate come first, so a long prompt never stalls them. When a step does not fit, the youngest
-//! request gives way, so the oldest always gets done and no request waits for ever.
+//! generate come first, so a long prompt never stalls them. When a step does not fit, those that it
+//! would let in wait; where there are none, one that runs gives way ([`Victims`]). Either waits until a
+//! running one has ended.
+//!
+//! Why every request gets done: at least one is left running, and until one that runs has ended, nobody
+//! who gave way or was turned away joins again; those who wait are let in in the order in which they
+//! came, and nobody gives way for one that is let in. Where the youngest gives way, all that run beside
+//! it are older, so that it does so at most once for each of them, and for each that has passed it,
+//! which are so many as [`Queue::Skip`] says.
+//! Under the other policies, who has given way [`MOST_SET_BACK`] times does so again only where
+//! everybody who runs has, and then the youngest does.
 
 use std::collections::VecDeque;
 
 use resource_api::RequestId;
 
 use crate::request::{Requests, Tracked};
+
+mod policy;
+#[cfg(test)]
+mod tests;
+
+pub use policy::{Queue, Victims};
 
 /// Limits of one step.
 #[derive(Clone, Copy, Debug)]
@@ -32,27 +47,51 @@ pub(crate) enum Join {
     Runs,
     /// It has failed and is gone.
     Gone,
-    /// There is no room for its state yet, and nobody passes it.
+    /// There is no room for its state yet.
     Waits,
     /// Its state is on the way; others may start before it.
     Aside,
 }
 
-/// The queues. Every running request is older than every waiting one, but for those whose state is on the
-/// way from elsewhere.
+/// A request in the queues.
+#[derive(Clone, Copy, Debug)]
+struct Place {
+    rid: RequestId,
+    /// In the order in which requests came.
+    number: u64,
+    /// The last step that it was part of.
+    used: u64,
+    /// How often it gave way.
+    set_back: u32,
+    /// How many requests have passed it while it waited for room.
+    passed: u32,
+    /// It runs, and has not been part of a step yet.
+    is_new: bool,
+    /// It gave way, or was turned away, and no request has ended since: trying every step anew would only
+    /// churn.
+    is_blocked: bool,
+}
+
+/// The queues.
 #[derive(Debug)]
 pub(crate) struct Scheduler {
     limits: Limits,
-    /// Oldest first.
-    waiting: VecDeque<RequestId>,
-    /// Oldest first.
-    running: Vec<RequestId>,
-    /// A request gave way for lack of room. Nobody joins until one has ended: trying every step
-    /// anew would only churn.
+    /// In the order in which they came.
+    waiting: VecDeque<Place>,
+    running: Vec<Place>,
+    /// A request is blocked.
     full: bool,
     /// Whether a request waits for another one that is computing what both begin with.
     pub share_beginnings: bool,
+    pub victims: Victims,
+    pub queue: Queue,
+    came: u64,
+    /// Steps that were laid out.
+    step: u64,
 }
+
+/// After giving way so often a request does so only where all who run have.
+pub(crate) const MOST_SET_BACK: u32 = 3;
 
 /// Tokens that make it worth a wait that another request computes them.
 const WORTH_WAITING: usize = 8;
@@ -68,11 +107,26 @@ impl Scheduler {
             running: Vec::new(),
             full: false,
             share_beginnings: false,
+            victims: Victims::default(),
+            queue: Queue::default(),
+            came: 0,
+            step: 0,
         }
     }
 
     pub fn enqueue(&mut self, rid: RequestId) {
-        self.waiting.push_back(rid);
+        let number = self.came;
+        self.came += 1;
+        let place = Place {
+            rid,
+            number,
+            used: 0,
+            set_back: 0,
+            passed: 0,
+            is_new: false,
+            is_blocked: false,
+        };
+        self.waiting.push_back(place);
     }
 
     pub fn is_idle(&self) -> bool {
@@ -87,38 +141,79 @@ impl Scheduler {
         self.running.len()
     }
 
-    /// Lays out the next step in `turns`, without the requests of `held`. `join` prepares a request that starts to run: its state
-    /// that is off the device, its cached prefix.
+    /// Lays out the next step in `turns`, without the requests of `held`. `join` prepares a request that
+    /// starts to run: its state that is off the device, its cached prefix.
     pub fn fill(
         &mut self,
         requests: &mut Requests,
         turns: &mut Vec<Turn>,
         held: &[RequestId],
-        mut join: impl FnMut(&mut Tracked) -> Join,
+        join: impl FnMut(&mut Tracked) -> Join,
     ) {
         let share = |rid| requests.get(rid).map_or((0, 1), |r| (r.pending(), r.width()));
-        let mut budget = self.take_running(turns, held, share);
+        let budget = self.take_running(turns, held, share);
+        self.let_in(requests, turns, budget, join);
+    }
+
+    /// Notes that a step of these turns runs.
+    pub fn ran(&mut self, turns: &[Turn]) {
+        self.step += 1;
+        let all = self.victims == Victims::LeastRecent;
+        let takes_part = |place: &Place| turns.iter().any(|turn| turn.rid == place.rid);
+        for place in self.running.iter_mut().filter(|place| all || place.is_new) {
+            if takes_part(place) {
+                (place.used, place.is_new) = (self.step, false);
+            }
+        }
+    }
+
+    fn let_in(
+        &mut self,
+        requests: &mut Requests,
+        turns: &mut Vec<Turn>,
+        mut budget: usize,
+        mut join: impl FnMut(&mut Tracked) -> Join,
+    ) {
+        if self.full && self.queue == Queue::Strict {
+            return;
+        }
+        // `at` is past those that are left where they are.
         let mut at = 0;
-        while budget > 0 && !self.full && self.running.len() < self.limits.max_batch {
-            let Some(&rid) = self.waiting.get(at).filter(|_| at < MOST_ASIDE) else { return };
+        while budget > 0 && self.running.len() < self.limits.max_batch && at < MOST_ASIDE {
+            let Some(&Place { rid, is_blocked, passed, .. }) = self.waiting.get(at) else { return };
+            if is_blocked {
+                if !self.queue.lets_pass(passed) {
+                    return;
+                }
+                at += 1;
+                continue;
+            }
             if self.share_beginnings && self.is_being_computed(requests, rid) {
                 at += 1;
                 continue;
             }
-            let join = requests.get_mut(rid).map_or(Join::Gone, &mut join);
-            match join {
+            match requests.get_mut(rid).map_or(Join::Gone, &mut join) {
                 Join::Runs => {
-                    self.waiting.remove(at);
-                    self.running.push(rid);
+                    let Some(place) = self.waiting.remove(at) else { return };
+                    self.running.push(Place { is_new: true, ..place });
                     let share = requests.get(rid).map_or((0, 1), |r| (r.pending(), r.width()));
                     take(turns, &mut budget, rid, share);
+                    let mut may_pass = true;
+                    for left in self.waiting.iter_mut().take(at).filter(|left| left.is_blocked) {
+                        left.passed += 1;
+                        may_pass &= self.queue.lets_pass(left.passed);
+                    }
+                    if !may_pass {
+                        return;
+                    }
                 }
                 Join::Gone => drop(self.waiting.remove(at)),
                 Join::Aside => at += 1,
+                // Room comes when a running one ends.
+                Join::Waits if self.running.is_empty() => return,
                 Join::Waits => {
-                    // Room comes when a running one ends.
-                    self.full = !self.running.is_empty();
-                    return;
+                    self.full = true;
+                    self.waiting[at].is_blocked = true;
                 }
             }
         }
@@ -130,7 +225,7 @@ impl Scheduler {
         let begins = |r: &&Tracked| r.computed == 0 && r.arriving.is_none();
         let Some(request) = requests.get(rid).filter(begins) else { return false };
         let most = request.tokens.len() - 1;
-        self.running.iter().filter_map(|&rid| requests.get(rid)).any(|other| {
+        self.running.iter().filter_map(|place| requests.get(place.rid)).any(|other| {
             let done = other.computed;
             if done >= other.prompt_len.min(most) {
                 return false;
@@ -151,10 +246,22 @@ impl Scheduler {
         turns: &mut Vec<Turn>,
         share: impl Fn(RequestId) -> (usize, usize),
     ) -> bool {
-        let ends = self.running.iter().any(|&rid| share(rid).0 == 0);
+        let ends = self.running.iter().any(|place| share(place.rid).0 == 0);
         let budget = self.take_running(turns, &[], share);
-        let has_room = self.running.len() < self.limits.max_batch && !self.full || ends;
-        !turns.is_empty() && (self.waiting.is_empty() || budget == 0 || !has_room)
+        let may_join = match ends {
+            true => !self.waiting.is_empty(),
+            false => self.running.len() < self.limits.max_batch && self.anybody_may_join(),
+        };
+        !turns.is_empty() && (budget == 0 || !may_join)
+    }
+
+    /// Whether a waiting request would be let in, were there tokens left in a step.
+    fn anybody_may_join(&self) -> bool {
+        if self.full && self.queue == Queue::Strict {
+            return false;
+        }
+        let is_passed = |place: &&Place| place.is_blocked && self.queue.lets_pass(place.passed);
+        self.waiting.iter().find(|place| !is_passed(place)).is_some_and(|place| !place.is_blocked)
     }
 
     /// The running requests' share of a step; answers how much of the budget is left.
@@ -167,7 +274,7 @@ impl Scheduler {
         turns.clear();
         let mut budget = self.limits.max_batch_tokens;
         for generating in [true, false] {
-            for &rid in self.running.iter().filter(|rid| !held.contains(rid)) {
+            for &Place { rid, .. } in self.running.iter().filter(|p| !held.contains(&p.rid)) {
                 let share = share(rid);
                 if (share.0 == 1) == generating {
                     take(turns, &mut budget, rid, share);
@@ -180,40 +287,99 @@ impl Scheduler {
         budget
     }
 
-    /// The request that gives way when a step does not fit: the youngest, unless it is alone.
-    pub fn give_way(&mut self) -> Option<RequestId> {
+    /// Turns away one that the refused step would let in, the one that lacks room if it is, unless nobody
+    /// else runs; and those behind it that may not pass it. The first is the one that lacks room.
+    pub fn turn_away(&mut self, culprit: RequestId) -> Vec<RequestId> {
+        let new = |place: &&Place| place.is_new;
+        // Somebody must be left: the one that came first, where nobody ran before.
+        let oldest = self.running.iter().min_by_key(|place| (place.is_new, place.number));
+        let kept = oldest.map(|place| place.number);
+        let others = self.running.iter().filter(new).filter(|place| Some(place.number) != kept);
+        let lacking = others.clone().find(|place| place.rid == culprit);
+        let Some(&lacking) = lacking.or_else(|| others.max_by_key(|place| place.number)) else {
+            return Vec::new();
+        };
+        let mut away = vec![Place { is_blocked: true, ..lacking }];
+        let behind = |place: &&Place| place.number > lacking.number && Some(place.number) != kept;
+        let mut behind: Vec<Place> =
+            self.running.iter().filter(new).filter(behind).copied().collect();
+        behind.sort_by_key(|place| place.number);
+        for place in behind {
+            match self.queue.lets_pass(away[0].passed) {
+                true => away[0].passed += 1,
+                false => away.push(place),
+            }
+        }
+        self.running.retain(|place| away.iter().all(|gone| gone.rid != place.rid));
+        away.iter().for_each(|&place| self.wait(place));
+        self.full = true;
+        away.iter().map(|place| place.rid).collect()
+    }
+
+    /// Takes out the request that gives way when a step does not fit, unless it runs alone. `wish` is how
+    /// much the resource that the policy names wants it gone; it is asked for no other policy.
+    pub fn give_way(&mut self, wish: impl Fn(RequestId) -> f64) -> Option<RequestId> {
         if self.running.len() < 2 {
             return None;
         }
-        let rid = self.running.pop()?;
-        self.waiting.push_front(rid);
+        let settled = |place: &Place| place.set_back >= MOST_SET_BACK;
+        let all_settled = self.running.iter().all(settled);
+        let all = self.running.iter().enumerate();
+        // Of equals, `max_by` has the last: they are compared by their number at the end.
+        let victim = match &self.victims {
+            Victims::LeastRecent if !all_settled => all
+                .filter(|(_, place)| !settled(place))
+                .max_by_key(|(_, place)| (std::cmp::Reverse(place.used), place.number)),
+            Victims::Priority(_) if !all_settled => all
+                .filter(|(_, place)| !settled(place))
+                .map(|(at, place)| ((at, place), wish(place.rid)))
+                .max_by(|((_, a), x), ((_, b), y)| x.total_cmp(y).then(a.number.cmp(&b.number)))
+                .map(|(found, _)| found),
+            _ => all.max_by_key(|(_, place)| place.number),
+        };
+        let at = victim.map(|(at, _)| at)?;
+        let mut place = self.running.remove(at);
+        place.set_back += 1;
+        place.is_blocked = true;
+        self.wait(place);
         self.full = true;
-        Some(rid)
+        Some(place.rid)
     }
 
-    /// Has all running requests wait, in front of the others; they may join again at once.
+    /// Puts a request where it came.
+    fn wait(&mut self, place: Place) {
+        let place = Place { is_new: false, ..place };
+        let at = self.waiting.partition_point(|other| other.number < place.number);
+        self.waiting.insert(at, place);
+    }
+
+    /// Has all running requests wait, where they came; they may join again at once.
     pub fn stand_aside(&mut self) -> Vec<RequestId> {
         let running = std::mem::take(&mut self.running);
-        running.iter().rev().for_each(|&rid| self.waiting.push_front(rid));
-        self.full = false;
-        running
+        running.iter().for_each(|&place| self.wait(place));
+        self.let_join();
+        running.iter().map(|place| place.rid).collect()
     }
 
     /// Those that wait, the youngest first.
     pub fn youngest_first(&self) -> impl Iterator<Item = RequestId> + '_ {
-        self.waiting.iter().rev().copied()
+        self.waiting.iter().rev().map(|place| place.rid)
     }
 
     /// Lets requests join again before one has ended.
     pub fn let_join(&mut self) {
         self.full = false;
+        self.waiting.iter_mut().for_each(|place| place.is_blocked = false);
     }
 
-    /// Forgets a request; room has come free.
+    /// Forgets a request. Where it ran, room has come free.
     pub fn remove(&mut self, rid: RequestId) {
-        self.running.retain(|&r| r != rid);
-        self.waiting.retain(|&r| r != rid);
-        self.full = false;
+        let ran = self.running.len();
+        self.running.retain(|place| place.rid != rid);
+        self.waiting.retain(|place| place.rid != rid);
+        if self.running.len() < ran {
+            self.let_join();
+        }
     }
 }
 
@@ -228,91 +394,5 @@ fn take(
     *budget -= span * width;
     if span > 0 {
         turns.push(Turn { rid, span });
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    struct Bench {
-        scheduler: Scheduler,
-        requests: Requests,
-        turns: Vec<Turn>,
-    }
-
-    impl Bench {
-        fn new(max_batch: usize, max_batch_tokens: usize, prompts: &[usize]) -> Self {
-            let mut requests = Requests::default();
-            let mut scheduler = Scheduler::new(Limits { max_batch, max_batch_tokens });
-            for &len in prompts {
-                let rid = requests.next_id();
-                requests.insert(Tracked {
-                    rid,
-                    deadline: None,
-                    tokens: vec![0; len],
-                    prompt_len: len,
-                    computed: 0,
-                    in_step: 0,
-                    cached: 0,
-                    prefix_resolved: false,
-                    offloaded: false,
-                    max_tokens: 100,
-                    ignore_eos: true,
-                    stop_token_ids: vec![],
-                    logprobs: None,
-                    labels: None,
-                    prompt: None,
-                    session: None,
-                    arriving: None,
-                    hand_over_after: None,
-                });
-                scheduler.enqueue(rid);
-            }
-            Self { scheduler, requests, turns: Vec::new() }
-        }
-
-        /// Spans of the next step by request slot, after running it.
-        fn step(&mut self) -> Vec<(u32, usize)> {
-            self.scheduler.fill(&mut self.requests, &mut self.turns, &[], |_| Join::Runs);
-            let turns = self.turns.iter().map(|t| (t.rid.slot, t.span)).collect();
-            for turn in &self.turns {
-                let request = self.requests.get_mut(turn.rid).unwrap();
-                request.computed += turn.span;
-                if request.pending() == 0 {
-                    request.tokens.push(0);
-                }
-            }
-            turns
-        }
-    }
-
-    #[test]
-    fn generating_requests_come_before_long_prompts() {
-        let mut bench = Bench::new(8, 10, &[3, 25]);
-        assert_eq!(bench.step(), [(0, 3), (1, 7)]);
-        assert_eq!(bench.step(), [(0, 1), (1, 9)]);
-        assert_eq!(bench.step(), [(0, 1), (1, 9)]);
-        assert_eq!(bench.step(), [(0, 1), (1, 1)]);
-    }
-
-    #[test]
-    fn the_batch_has_a_size() {
-        let mut bench = Bench::new(2, 100, &[5, 5, 5]);
-        assert_eq!(bench.step(), [(0, 5), (1, 5)]);
-        bench.scheduler.remove(RequestId::new(0, 1));
-        assert_eq!(bench.step(), [(1, 1), (2, 5)]);
-    }
-
-    #[test]
-    fn the_youngest_gives_way_and_waits_until_one_ends() {
-        let mut bench = Bench::new(8, 100, &[5, 5, 5]);
-        bench.step();
-        assert_eq!(bench.scheduler.give_way().unwrap().slot, 2);
-        assert_eq!(bench.step(), [(0, 1), (1, 1)]);
-        assert_eq!(bench.scheduler.give_way().unwrap().slot, 1);
-        assert_eq!(bench.scheduler.give_way(), None, "the last one stays");
-        bench.scheduler.remove(RequestId::new(0, 1));
-        assert_eq!(bench.step(), [(1, 1), (2, 1)]);
     }
 }

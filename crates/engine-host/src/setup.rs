@@ -189,6 +189,8 @@ fn build(
     engine.plan_ahead(config.engine.preplan)?;
     engine.run_ahead(config.engine.run_ahead);
     engine.set_relief(&config.engine.pressure);
+    engine.set_victims(config.engine.victims.clone())?;
+    engine.set_queue(config.engine.queue);
     let limit = Duration::from_secs(config.engine.watchdog);
     engine.watch_calls((!limit.is_zero()).then_some(limit))?;
     for (key, resource) in &config.resources {

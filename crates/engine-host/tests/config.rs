@@ -6,7 +6,7 @@ use engine_host::config::{
     Activations, DEFAULT_CONFIG, Device, KvDtype, LogFormat, Origin, Override, ReasoningParser,
     SETTINGS, ToolParser, TransferEngine, UnknownFields, default_model_path, reference, schema,
 };
-use engine_host::engine::Relief;
+use engine_host::engine::{Queue, Relief, Victims};
 use engine_host::{Config, ErrorKind};
 
 fn parse(text: &str) -> Config {
@@ -73,6 +73,8 @@ fn every_key_is_read() {
         cpu_features = "portable"
         watchdog = 0
         pressure = ["evict", "recompute"]
+        victims = "priority:main_kv"
+        queue = "skip:4"
         transfer = "shared-memory"
         transfer_directory = "shm"
         cuda_graphs = false
@@ -106,6 +108,9 @@ fn every_key_is_read() {
         [log]
         filter = "engine_host=debug"
         format = "json"
+        [resources.main_kv]
+        kind = "kv"
+        nodes = ["decoder"]
         "#,
     );
     let server = &config.server;
@@ -140,6 +145,8 @@ fn every_key_is_read() {
     assert_eq!(engine.transfer_directory, Path::new("/etc/engine/shm"));
     assert_eq!(engine.watchdog, 0);
     assert_eq!(engine.pressure, [Relief::Evict, Relief::Recompute]);
+    assert_eq!(engine.victims, Victims::Priority("main_kv".into()));
+    assert_eq!(engine.queue, Queue::Skip(4));
     assert_eq!((engine.threads, engine.max_batch), (3, 16));
     assert_eq!((engine.max_batch_tokens, engine.max_model_len), (1000, Some(77)));
     assert_eq!(config.model.path, Path::new("/etc/engine/models/m.gguf"));
@@ -489,4 +496,16 @@ fn the_schema_knows_every_setting_and_the_default_file() {
     );
     let dtypes = schema.pointer("/properties/engine/properties/kv_dtype/enum").unwrap();
     assert_eq!(dtypes, &serde_json::json!(["f32", "f16", "bf16", "fp8"]));
+}
+
+#[test]
+fn a_policy_that_names_no_resource_is_a_mistake_with_its_place() {
+    let text = "[engine]\nvictims = \"priority:main_kb\"\nqueue = \"skip:0\"\n[resources.main_kv]\nkind = \"kv\"\nnodes = [\"decoder\"]\n";
+    let e = Config::parse("engine.toml", text, Path::new("/etc")).unwrap_err().to_string();
+    let queue = "engine.toml:3:9: queue in [engine]: there is no \"skip:0\"";
+    assert!(e.contains(queue), "{e}");
+    let victims = "engine.toml:2:1: victims = \"priority:main_kb\" in [engine] names resource \"main_kb\", which \
+                   does not exist; did you mean \"main_kv\"?";
+    assert!(e.contains(victims), "{e}");
+    assert_eq!(e.lines().count(), 2, "{e}");
 }

@@ -81,7 +81,7 @@ fn giving_way_every_few_steps() {
             step += 1;
             // Not for ever: what gives way each time before it gets anywhere would never end.
             if step % every == 0 && step < 40 {
-                engine.preempt_youngest();
+                engine.preempt_one();
             }
         }
         assert!(engine.stats().preemptions > 0, "nobody gave way");

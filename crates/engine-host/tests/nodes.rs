@@ -57,6 +57,33 @@ fn one_input_under_two_labels_is_kept_and_read_under_both() {
 }
 
 #[test]
+fn a_request_whose_streams_can_never_fit_together_is_refused_at_submission() {
+    let setup = Setup { pages: 10, ..Setup::default() };
+    let mut engine = setup.build();
+    // Of 18 + 4 tokens 21 are computed, 6 pages: alone they fit, under two labels they do not.
+    let both = json!({"needed": ["main", "uncond"]});
+    let e = engine.submit(labelled(&text(1, 18), 4, both.clone())).unwrap_err();
+    assert_eq!(e.kind(), engine_host::error::ErrorKind::Usage);
+    let said = e.to_string();
+    let need = "in 2 streams need 12 pages of 4 tokens; the pool has 10 in all";
+    assert!(said.contains(need) && !said.contains('\n'), "{said}");
+    assert!(engine.is_idle());
+    // What just fits runs to its end.
+    let got = run(&mut engine, vec![labelled(&text(1, 17), 4, both.clone())]);
+    assert_eq!((&got[0].tokens, &got[0].failure), (&expected(&text(1, 17), 4, 2), &None));
+    // The prompt under two labels, what is generated under one: 7 + 3 pages, and 8 + 3.
+    let parts = json!({"per_node_walk": {"decoder": {"prefill": ["main", "uncond"]}}});
+    let got = run(&mut engine, vec![labelled(&text(2, 12), 17, parts.clone())]);
+    assert_eq!(got[0].failure, None);
+    let e = engine.submit(labelled(&text(2, 12), 18, parts)).unwrap_err().to_string();
+    assert!(e.contains("in 2 streams need 11 pages"), "{e}");
+    assert_eq!(
+        run(&mut engine, vec![greedy(&text(3, 9), 3)])[0].tokens,
+        expected(&text(3, 9), 3, 1)
+    );
+}
+
+#[test]
 fn labels_may_differ_from_walk_to_walk() {
     // The prompt goes to two streams, what is generated to one.
     let labels = json!({"per_node_walk": {"decoder": {"prefill": ["main", "uncond"]}}});
@@ -275,6 +302,10 @@ fn an_encoder_and_a_decoder_never_meet_in_a_page() {
                     pair.handle(key).assert_pages_conserved().unwrap();
                 }
             }
+            let cross = pair.runner.resources().find("cross").unwrap().1.resource().inspect();
+            let cross: serde_json::Value = serde_json::from_str(&cross).unwrap();
+            assert_eq!(cross["planned"]["plans"], json!(5));
+            assert_eq!(cross["planned"]["last"]["rows"], json!(2));
             for slot in 0..4 {
                 for entry in pair.runner.resources().entries() {
                     entry.resource().remove_request(RequestId::new(slot, 1)).unwrap();

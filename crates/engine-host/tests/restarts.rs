@@ -111,9 +111,9 @@ fn requests_in_every_state_go_on_as_if_nothing_had_been() {
         ("off the device", &["main_kv", "sampler"], |engine| {
             assert_eq!(engine.offload_running(), 3);
         }),
-        ("given way", &["main_kv"], |engine| assert!(engine.preempt_youngest().is_some())),
+        ("given way", &["main_kv"], |engine| assert!(engine.preempt_one().is_some())),
         ("given way and off the device", &["sampler"], |engine| {
-            engine.preempt_youngest();
+            engine.preempt_one();
             engine.offload_running();
         }),
     ];

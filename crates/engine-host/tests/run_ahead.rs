@@ -204,7 +204,7 @@ fn requests_that_are_cancelled_or_moved_between_steps_leave_the_others_as_they_a
     let mut engine = setup.build();
     let got = run_with(&mut engine, requests(), |engine, step, _| {
         if step % 5 == 4 {
-            engine.preempt_youngest();
+            engine.preempt_one();
         }
     });
     check(&got, None);

@@ -238,3 +238,49 @@ fn a_request_cancelled_at_any_step_leaves_its_pages_within_two() {
         assert_eq!(told(&engine, "pages.free") + told(&engine, "pages.waiting"), 16);
     }
 }
+
+#[test]
+fn what_each_resource_says_of_itself_is_its_state_as_data() {
+    let setup = Setup { preplan: false, prefix_cache: false, ..Setup::default() };
+    let mut engine = setup.build();
+    let mut sampled = greedy(&letters("ABCDEFGHI"), 8);
+    sampled.sampling.insert("seed".into(), json!(7));
+    let rids = [engine.submit(sampled).unwrap(), engine.submit(greedy(&[3], 8)).unwrap()];
+    for _ in 0..3 {
+        engine.step();
+    }
+    let state = |key: &str| -> serde_json::Value {
+        let (_, entry) = engine.resources().find(key).unwrap();
+        serde_json::from_str(&resource_api::Resource::inspect(entry.resource())).unwrap()
+    };
+    let names = rids.map(|rid| rid.to_string());
+    let kv = state("main_kv");
+    let mut pages = BTreeSet::new();
+    for (stream, (name, tokens)) in
+        kv["streams"].as_array().unwrap().iter().zip([(&names[0], 11), (&names[1], 3)])
+    {
+        assert_eq!(
+            (&stream["request"], &stream["label"], &stream["tokens"]),
+            (&json!(name), &json!("main"), &json!(tokens))
+        );
+        let runs: Vec<(u32, u32)> = serde_json::from_value(stream["page_map"].clone()).unwrap();
+        let own = runs.iter().flat_map(|&(first, count)| first..first + count);
+        assert_eq!(own.clone().count() as u64, stream["pages"].as_u64().unwrap());
+        assert!(own.into_iter().all(|page| page != 0 && pages.insert(page)), "{kv}");
+    }
+    assert_eq!(pages.len() as u64, kv["pages"]["used"].as_u64().unwrap());
+    let stream = |name: &String, next: u32| json!({"request": name, "label": "main", "next": next});
+    assert_eq!(state("pos")["streams"], json!([stream(&names[0], 11), stream(&names[1], 3)]));
+    let sampler = state("sampler");
+    let of = |at: usize, field: &str| sampler["live"][at][field].clone();
+    assert_eq!(
+        [of(0, "request"), of(0, "sampled"), of(0, "seed")],
+        [json!(names[0]), json!(3), json!(7)]
+    );
+    assert_eq!([of(1, "request"), of(1, "temperature")], [json!(names[1]), json!(0.0)]);
+    let attn = state("attn");
+    assert_eq!(attn["planned"]["plans"], json!(3));
+    assert_eq!(attn["planned"]["last"]["rows"], json!(2));
+    assert_eq!(attn["planned"]["last"]["tokens"], json!(2));
+    assert!(!attn["slots"].as_array().unwrap().is_empty(), "{attn}");
+}

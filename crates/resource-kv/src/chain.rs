@@ -2,30 +2,14 @@
 
 use device::hash::keyed_hashes;
 use device::prefetch;
-use resource_api::{RequestId, RequestOverrides, Result};
-use serde::Deserialize;
+use resource_api::{RequestId, RequestOverrides};
 
 use crate::keys::{BLOCK, Key, Link, link, short};
+use crate::overrides::RequestSettings;
 use crate::pool::PagePool;
 use crate::state::Shared;
 use crate::stream::Requests;
 use crate::tokens::Tokens;
-
-/// What a request may say about the cache.
-#[derive(Debug, Deserialize)]
-#[serde(deny_unknown_fields)]
-struct RequestSettings {
-    /// Whether its pages are shared with other requests.
-    #[serde(default = "yes")]
-    prefix_cache: bool,
-    /// Only requests with the same salt share pages.
-    #[serde(default)]
-    prefix_salt: String,
-}
-
-fn yes() -> bool {
-    true
-}
 
 /// The tokens of a request: its prompt, then what it generated. They stay through a reset, since the
 /// request stays what it is.
@@ -66,26 +50,24 @@ const _: () = assert!(size_of::<Chain>() == 192);
 
 impl Chain {
     /// The chain of a new request, with the keys of its prompt's pages. Needs no lock.
-    ///
-    /// # Errors
-    /// `INVALID` naming the setting of the request.
-    pub(crate) fn new(shared: &Shared, overrides: &RequestOverrides<'_>) -> Result<Chain> {
-        let settings: Option<RequestSettings> = overrides.parse()?;
-        let prompt = overrides.prompt();
+    pub(crate) fn new(
+        shared: &Shared,
+        overrides: &RequestOverrides<'_>,
+        settings: &RequestSettings,
+    ) -> Chain {
+        let (prompt, wanted) = (overrides.prompt(), settings.prefix_cache);
         let page_size = shared.facts.page_size;
-        let salt = settings.as_ref().map_or("", |s| &s.prefix_salt);
-        let wanted = settings.as_ref().is_none_or(|s| s.prefix_cache);
         let (Some(prefix), true, false) = (shared.prefix.get(), wanted, prompt.is_empty()) else {
-            return Ok(Chain::default());
+            return Chain::default();
         };
         let most = shared.facts.max_seq_len as usize;
         if prompt.len() > most {
-            return Ok(Chain::default());
+            return Chain::default();
         }
         // Steps must not allocate, so there is room for all that may come.
         let capacity = (prompt.len() + overrides.max_new_tokens() as usize).min(most);
         // Touched here, as that of the tokens.
-        let mut links = vec![prefix.root(salt); capacity / page_size as usize + 1];
+        let mut links = vec![prefix.root(&settings.prefix_salt); capacity / page_size as usize + 1];
         links.truncate(1);
         let mut chain = Chain {
             tokens: Tokens::new(prompt, capacity),
@@ -98,7 +80,7 @@ impl Chain {
             ..Chain::default()
         };
         chain.extend_links(prompt.len() as u32 / page_size);
-        Ok(chain)
+        chain
     }
 
     /// Starts again with an empty stream.

@@ -17,6 +17,7 @@
 //! | `pool` | which page is free, how many owners the others have, and which are kept for what they hold |
 //! | `keys`, `index` | what a page holds, as a digest, and the page that has it |
 //! | `tokens`, `chain`, `prefix` | the known tokens of a request, and sharing the pages of those that begin alike |
+//! | `overrides` | what a request may say to the cache |
 //! | `stream` | streams of requests |
 //! | `step`, `rows` | what a step in flight has reserved; its segments as columns |
 //! | `state` | all of that under one lock: requests come and go |
@@ -44,6 +45,7 @@ mod index;
 mod keys;
 mod memory;
 mod offload;
+mod overrides;
 mod plan;
 mod pool;
 mod prefix;

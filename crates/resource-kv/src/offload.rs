@@ -148,6 +148,14 @@ impl State {
         if self.tiers.is_empty() || !self.is_at_rest(request) {
             return 0;
         }
+        self.own_pages(request)
+    }
+
+    /// Pages that nobody shares with the request.
+    pub(crate) fn own_pages(&self, request: RequestId) -> u64 {
+        if !self.requests.is_live(request) {
+            return 0;
+        }
         let own = self.streams_of(request).flat_map(|(_, s)| &s.pages);
         own.filter(|&&page| self.pool.owners(page) == 1).count() as u64
     }

@@ -16,6 +16,7 @@ use crate::chain::Chain;
 use crate::geometry::{PageSize, lay_out, total_bytes};
 use crate::handover::Transfer;
 use crate::memory::KvMemory;
+use crate::overrides::RequestSettings;
 use crate::prefix::Prefix;
 use crate::spec::{KvSpec, within};
 use crate::state::{Shared, State, no_memory};
@@ -168,10 +169,13 @@ impl Resource for Kv {
     }
 
     fn ingest_request(&self, rid: RequestId, overrides: &RequestOverrides<'_>) -> Result<()> {
+        let settings = overrides.parse::<RequestSettings>();
+        let settings = settings.map_err(|e| e.within(format!("`{}`", self.shared.key)))?;
+        let settings = settings.unwrap_or_default();
         // Keys are computed before the lock is taken.
-        let chain = Chain::new(&self.shared, overrides)
-            .map_err(|e| e.within(format!("`{}`", self.shared.key)))?;
-        self.with_state(|state, shared| state.ingest(shared, rid, overrides, chain))
+        let chain = Chain::new(&self.shared, overrides, &settings);
+        let tokens = settings.stream_tokens.as_deref();
+        self.with_state(|state, shared| state.ingest(shared, rid, overrides, tokens, chain))
     }
 
     /// Pages are copied where other workers read them, under the cache's lock.
@@ -263,9 +267,9 @@ impl Resource for Kv {
         Ok(self.with_state(|state, _| state.reclaimable(rid)))
     }
 
-    /// The more pages come free, the better.
+    /// The more pages come free, the better, whether its state is moved or given up.
     fn get_offload_priority(&self, rid: RequestId) -> Result<f64> {
-        Ok(self.reclaimable(rid)? as f64)
+        Ok(self.with_state(|state, _| state.own_pages(rid)) as f64)
     }
 
     /// In pages.

@@ -156,13 +156,15 @@ impl State {
         self.steps.iter().position(|r| r.step == Some(step))
     }
 
-    /// Makes a request live. A second time it changes nothing; an id older than the live one is a
-    /// late copy, a newer one replaces it.
+    /// Makes a request live; `streams` are the most tokens of each stream, where there are others than
+    /// `main` alone. A second time it changes nothing; an id older than the live one is a late copy, a
+    /// newer one replaces it.
     pub(crate) fn ingest(
         &mut self,
         shared: &Shared,
         request: RequestId,
         overrides: &RequestOverrides<'_>,
+        streams: Option<&[u32]>,
         chain: Chain,
     ) -> Result<()> {
         if request.is_padding() {
@@ -181,19 +183,26 @@ impl State {
         }
         let prompt = u32::try_from(overrides.prompt().len()).unwrap_or(u32::MAX);
         let tokens = prompt.saturating_add(overrides.max_new_tokens());
-        let pages = shared.pages_for(tokens.min(shared.facts.max_seq_len));
-        if pages > self.pool.usable() {
+        let pages = |tokens: u32| shared.pages_for(tokens.min(shared.facts.max_seq_len));
+        let main = [tokens];
+        let all = streams.unwrap_or(&main);
+        let need: u64 = all.iter().map(|&tokens| u64::from(pages(tokens))).sum();
+        let have = u64::from(self.pool.usable());
+        if need > have {
             // It would run until the pool is full, and then fail however long it waited.
-            let (need, have) = (u64::from(pages), u64::from(self.pool.usable()));
+            let in_streams = match all.len() {
+                1 => String::new(),
+                n => format!(" in {n} streams"),
+            };
             let message = format!(
-                "{prompt} prompt tokens and up to {} generated ones need {need} pages of {} tokens; \
-                 the pool has {have} in all: shorten the request, or raise `pages`",
+                "{prompt} prompt tokens and up to {} generated ones{in_streams} need {need} pages of {} \
+                 tokens; the pool has {have} in all: shorten the request, or raise `pages`",
                 overrides.max_new_tokens(),
                 self.page_size
             );
             return Err(ResourceError::invalid(message).with_amounts(need, have));
         }
-        self.requests.insert(request, pages as usize + 1, chain);
+        self.requests.insert(request, pages(tokens) as usize + 1, chain);
         let table = self.new_table();
         let id = StreamId { request, label: LabelId::MAIN };
         if let Some(main) = self.requests.get_mut(id) {

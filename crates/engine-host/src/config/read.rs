@@ -12,7 +12,7 @@ use super::{
     ResourceConfig, ServerConfig, TransferEngine, default_model_path, paths,
 };
 use crate::document::{Document, Problem, Problems, TableReader};
-use crate::engine::{OnFault, Relief};
+use crate::engine::{OnFault, Queue, Relief, Victims};
 use crate::probe::Probe;
 use crate::suggest;
 
@@ -55,7 +55,28 @@ pub(super) fn read(
     for each in overrides {
         problems.0.extend(put_over(&mut config, each).0);
     }
+    problems.0.extend(unknown_victims_key(&config));
     if problems.0.is_empty() { Ok(config) } else { Err(problems) }
+}
+
+/// `victims = "priority:KEY"` with a key that no resource has.
+fn unknown_victims_key(config: &Config) -> Option<Problem> {
+    let key = config.engine.victims.resource()?;
+    if config.resources.contains_key(key) {
+        return None;
+    }
+    let keys = config.resources.keys().map(String::as_str);
+    let message = format!(
+        "victims = \"{}\" in [engine] names resource {key:?}, which does not exist{}",
+        config.engine.victims,
+        suggest::did_you_mean(key, keys)
+    );
+    match config.origin("engine.victims") {
+        Origin::File(line, column) => {
+            Some(Problem { file: config.file.clone(), place: Some((line, column)), message })
+        }
+        origin => Some(Problem::of_file(origin.to_string(), message)),
+    }
 }
 
 fn defaults(file: &str, base: &Path) -> Config {
@@ -78,6 +99,8 @@ fn defaults(file: &str, base: &Path) -> Config {
             preplan: true,
             run_ahead: true,
             pressure: Relief::ORDER.to_vec(),
+            victims: Victims::default(),
+            queue: Queue::default(),
             transfer: TransferEngine::Off,
             transfer_directory: PathBuf::from("/dev/shm"),
             watchdog: 10,

@@ -10,7 +10,7 @@ use serde_json::{Map, Value};
 
 use super::{Engine, Relay};
 use crate::error::{Error, ErrorKind, Result};
-use crate::labels;
+use crate::labels::{self, StreamLabels};
 use crate::request::{GenerateRequest, ScoredPrompt, Tracked};
 use crate::resources::{Entry, ResourceSet};
 
@@ -57,6 +57,9 @@ impl Engine {
         }
         let rid = self.requests.next_id();
         let max_tokens = request.max_tokens.min(room);
+        if let Some(labels) = &labels {
+            self.tell_of_streams(&mut request, labels, max_tokens);
+        }
         if let Err(e) = self.ingest(rid, &request, max_tokens) {
             self.remove_from_resources(rid);
             self.requests.burn(rid);
@@ -99,6 +102,22 @@ impl Engine {
         });
         self.scheduler.enqueue(rid);
         Ok(rid)
+    }
+
+    /// Tells caches how many tokens go to each stream, where they go to others than `main` alone.
+    fn tell_of_streams(
+        &self,
+        request: &mut GenerateRequest,
+        labels: &StreamLabels,
+        max_tokens: u32,
+    ) {
+        let prompt = request.prompt.len() as u32;
+        // Nothing is computed of the last one.
+        let tokens: Vec<u32> = labels.tokens(prompt, max_tokens.saturating_sub(1)).collect();
+        for entry in self.runner.resources().entries().iter().filter(|e| e.kind == CACHE_KIND) {
+            let config = request.overrides.entry(entry.key.clone()).or_default();
+            config.insert("stream_tokens".into(), tokens.clone().into());
+        }
     }
 
     /// Tells the sampler which tokens may not come before `min_tokens`.
@@ -366,26 +385,7 @@ mod tests {
     }
 
     fn tracked() -> Tracked {
-        Tracked {
-            rid: RequestId::new(0, 1),
-            deadline: None,
-            prompt_len: 100,
-            tokens: vec![7; 100],
-            computed: 0,
-            in_step: 0,
-            cached: 0,
-            prefix_resolved: false,
-            offloaded: false,
-            max_tokens: 1,
-            ignore_eos: false,
-            stop_token_ids: Vec::new(),
-            logprobs: None,
-            labels: None,
-            prompt: None,
-            session: None,
-            arriving: None,
-            hand_over_after: None,
-        }
+        Tracked::plain(RequestId::new(0, 1), vec![7; 100])
     }
 
     fn skip(set: &ResourceSet, request: &mut Tracked) -> resource_api::Result<()> {

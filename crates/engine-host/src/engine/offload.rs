@@ -77,7 +77,7 @@ fn movers(resources: &ResourceSet) -> impl DoubleEndedIterator<Item = &Entry> {
     resources.entries().iter().filter(|entry| entry.resource().supports_eviction())
 }
 
-fn told<T>(entry: &Entry, what: &str, answer: resource_api::Result<T>) -> Option<T> {
+pub(super) fn told<T>(entry: &Entry, what: &str, answer: resource_api::Result<T>) -> Option<T> {
     answer.inspect_err(|e| tracing::warn!(resource = entry.key, "{what} failed: {e}")).ok()
 }
 

@@ -3,13 +3,15 @@
 use std::fmt;
 use std::time::{Duration, Instant};
 
-use resource_api::{FailureReason, HostServices, LabelId, RequestId};
+use resource_api::{FailureReason, HostServices, LabelId, RequestId, Resource};
 
 use super::Engine;
-use super::offload::{Relief, start_anew};
-use crate::error::ErrorKind;
+use super::offload::{Relief, start_anew, told};
+use crate::error::{Error, ErrorKind, Result};
 use crate::request::Failure;
 use crate::runner::FullAdmitOutcome;
+use crate::scheduler::{Queue, Victims};
+use crate::suggest;
 
 /// How long a step may wait for a resource while nothing else can run.
 const MAX_STALL: Duration = Duration::from_secs(60);
@@ -38,6 +40,8 @@ pub struct Refusal {
 /// What the engine does about a refusal.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Remedy {
+    /// This request is not let in yet: it waits until a running one has ended.
+    Waits(RequestId),
     /// This request gave its room back. It is computed again once a running request has ended.
     GaveWay(RequestId),
     /// This request left the device with its state. It comes back once there is room.
@@ -54,6 +58,7 @@ impl fmt::Display for Refusal {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "resource `{}`: {}", self.resource, self.message)?;
         match self.remedy {
+            Remedy::Waits(rid) => write!(f, "; request {rid} waits until a running one has ended"),
             Remedy::GaveWay(rid) => {
                 write!(f, "; request {rid} gives way, and goes on when a running one has ended")
             }
@@ -73,14 +78,60 @@ impl Engine {
         &self.refusals
     }
 
-    /// Has the youngest running request give way, as a lack of room would: its state leaves all
-    /// resources, and it is computed again from its tokens. `None` when fewer than two run.
-    pub fn preempt_youngest(&mut self) -> Option<RequestId> {
+    /// Has a running request give way, as a lack of room would. `None` when fewer than two run.
+    pub fn preempt_one(&mut self) -> Option<RequestId> {
         self.settle_early();
-        let rid = self.scheduler.give_way()?;
+        let rid = self.give_way()?;
         self.scheduler.let_join();
         self.preempt(rid);
         Some(rid)
+    }
+
+    /// Sets who gives way when a step does not fit; [`Victims::Youngest`] from the start.
+    ///
+    /// # Errors
+    /// For a resource that does not exist, with the nearest name.
+    pub fn set_victims(&mut self, victims: Victims) -> Result<()> {
+        if let Some(key) = victims.resource().filter(|key| self.resources().find(key).is_none()) {
+            let keys = self.resources().entries().iter().map(|e| e.key.as_str());
+            let hint = suggest::did_you_mean(key, keys);
+            return Err(Error::usage(format!(
+                "victims = \"{victims}\" names resource {key:?}, which does not exist{hint}"
+            )));
+        }
+        self.scheduler.victims = victims;
+        Ok(())
+    }
+
+    /// Sets whether requests may start before one that waits for room; [`Queue::Strict`] from the start.
+    pub fn set_queue(&mut self, queue: Queue) {
+        self.scheduler.queue = queue;
+    }
+
+    /// Has those wait that the step would let in, or else one that runs give way.
+    fn make_room(&mut self, culprit: RequestId) -> Option<Remedy> {
+        let away = self.scheduler.turn_away(culprit);
+        for &rid in &away {
+            self.preempt(rid);
+        }
+        match away.first() {
+            Some(&rid) => Some(Remedy::Waits(rid)),
+            None => self.give_way().map(|rid| self.preempt(rid)),
+        }
+    }
+
+    /// Takes out of the running ones the request that gives way.
+    fn give_way(&mut self) -> Option<RequestId> {
+        let asked =
+            self.scheduler.victims.resource().and_then(|key| self.runner.resources().find(key));
+        let wish = |rid| {
+            let answer =
+                asked.map(|(_, entry)| (entry, entry.resource().get_offload_priority(rid)));
+            answer
+                .and_then(|(entry, answer)| told(entry, "get_offload_priority", answer))
+                .unwrap_or(0.0)
+        };
+        self.scheduler.give_way(wish)
     }
 
     /// Makes room after a refusal; `false` when the step should be tried again later.
@@ -102,8 +153,8 @@ impl Engine {
             FailureReason::RUNTIME_ERROR => {
                 self.fail_culprit(refusal.request, &Failure::new(ErrorKind::Internal, message))
             }
-            FailureReason::ALLOCATION_FAILED => match self.scheduler.give_way() {
-                Some(rid) => (self.preempt(rid), true),
+            FailureReason::ALLOCATION_FAILED => match self.make_room(refusal.request) {
+                Some(remedy) => (remedy, true),
                 None => match self.recall() {
                     Some(rid) => (Remedy::GaveWay(rid), true),
                     None => {

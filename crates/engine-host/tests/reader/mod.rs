@@ -259,16 +259,18 @@ impl Default for Setup {
     }
 }
 
-/// The kinds of the installed plugins, loaded once.
+/// The kinds of the installed plugins.
+pub fn new_registry() -> Registry {
+    let plugins = xtask::stamp::installed_plugins(&xtask::workspace_root());
+    let plugins = plugins.unwrap_or_else(|problems| panic!("{problems}"));
+    let api = ApiVersion::parse(resource_api::API_VERSION).unwrap();
+    let options = Options { strict: false, api, probe: Probe::Never, use_lock: true };
+    Registry::load(&discover(&[plugins], &options).unwrap(), None)
+}
+
 fn registry() -> &'static Registry {
     static REGISTRY: OnceLock<Registry> = OnceLock::new();
-    REGISTRY.get_or_init(|| {
-        let plugins = xtask::stamp::installed_plugins(&xtask::workspace_root());
-        let plugins = plugins.unwrap_or_else(|problems| panic!("{problems}"));
-        let api = ApiVersion::parse(resource_api::API_VERSION).unwrap();
-        let options = Options { strict: false, api, probe: Probe::Never, use_lock: true };
-        Registry::load(&discover(&[plugins], &options).unwrap(), None)
-    })
+    REGISTRY.get_or_init(new_registry)
 }
 
 /// Resources of the installed plugins: key, kind, nodes, settings.

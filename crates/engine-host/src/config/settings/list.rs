@@ -132,6 +132,28 @@ pub const SETTINGS: &[Setting] = &[
     },
     Setting {
         table: "engine",
+        key: "victims",
+        flag: "victims",
+        help: "Which running request gives way then: \"youngest\", \"lru\" (the one that was left out of most steps), or \"priority:KEY\" (the one that the resource KEY wants gone most)",
+        default: "\"youngest\"",
+        access: Access::Text(
+            |c| Some(c.engine.victims.to_string()),
+            |c, text| text.parse().map(|victims| c.engine.victims = victims),
+        ),
+    },
+    Setting {
+        table: "engine",
+        key: "queue",
+        flag: "queue",
+        help: "Who may start before a request that waits for room: \"strict\" for nobody, or \"skip:N\" for N requests, and then nobody",
+        default: "\"strict\"",
+        access: Access::Text(
+            |c| Some(c.engine.queue.to_string()),
+            |c, text| text.parse().map(|queue| c.engine.queue = queue),
+        ),
+    },
+    Setting {
+        table: "engine",
         key: "transfer",
         flag: "transfer",
         help: "How requests move between engines: see `prefill`",

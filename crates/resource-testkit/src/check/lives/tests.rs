@@ -36,5 +36,5 @@ fn sequences_get_to_everything() {
             }
         }
     }
-    assert!(seen.values().all(|&n| n >= 10), "{seen:?}");
+    assert!(seen.values().all(|&n| n >= 5), "{seen:?}");
 }
