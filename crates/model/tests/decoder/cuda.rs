@@ -252,38 +252,44 @@ pub fn relative_error(got: &[f32], want: &[f64]) -> f64 {
     (error / want.iter().map(|&w| square(w)).sum::<f64>()).sqrt()
 }
 
-/// Activations are bf16, each rounded by up to 2^-9: over two layers, a hundredth.
-const MARGIN: f64 = 0.015;
+/// Activations are bf16, each rounded by up to 2^-9: over two layers, a hundredth. One position of one model may
+/// be off by more, where what is left after roundings that do not cancel is small.
+const MARGIN: f64 = 0.01;
+const WORST: f64 = 3.0 * MARGIN;
 
-/// Feeds a text whole, then another in parts with single tokens between, and compares the logits
-/// wherever they are sampled.
+/// Over a few models: feeds a text whole, then another in parts with single tokens between, and compares the
+/// logits wherever they are sampled.
 fn check(architecture: Architecture, head_dim: usize, on: On) {
-    let model = rounded(architecture, head_dim, 5);
-    let mut rig = Rig::new(&model, on);
-    let (a, b) = (tokens(23, 3), tokens(40, 8));
-    let (want_a, want_b) = (reference::logits(&model, &a), reference::logits(&model, &b));
     let what = format!("{architecture:?}, head dim {head_dim}, {on:?}");
-    let mut worst = 0f64;
-    let mut compare = |got: &[f32], want: &[f64], position: usize| {
-        let error = relative_error(got, want);
-        assert!(error < MARGIN, "{what}, position {position}: {error}");
-        worst = worst.max(error);
-    };
+    let errors: Vec<f64> =
+        (5..9).flat_map(|seed| errors_of(&rounded(architecture, head_dim, seed), on)).collect();
+    let mean = (errors.iter().map(|e| e * e).sum::<f64>() / errors.len() as f64).sqrt();
+    let worst = errors.iter().copied().fold(0.0, f64::max);
+    eprintln!("{what}: {mean:.2e}, {worst:.2e} at most");
+    assert!(mean < MARGIN && worst < WORST, "{what}: {mean}, {worst} at most");
+}
+
+fn errors_of(model: &TinyModel, on: On) -> Vec<f64> {
+    let mut rig = Rig::new(model, on);
+    let (a, b) = (tokens(23, 3), tokens(40, 8));
+    let (want_a, want_b) = (reference::logits(model, &a), reference::logits(model, &b));
+    let mut errors = Vec::new();
+    let mut compare = |got: &[f32], want: &[f64]| errors.push(relative_error(got, want));
     rig.engine.ingest(0, &a);
     rig.engine.ingest(1, &b);
     let unsampled = Part { sample: false, ..Part::sampled(1, &b[..17]) };
     let rows = rig.engine.step(&[Part::sampled(0, &a[..20]), unsampled]).expect("the step runs");
-    compare(&rows[0].logits, &want_a[19], 19);
+    compare(&rows[0].logits, &want_a[19]);
     for i in 0..3 {
         let (in_a, in_b) = (20 + i..21 + i, 17 + i..18 + i);
         let parts = [Part::sampled(0, &a[in_a.clone()]), Part::sampled(1, &b[in_b.clone()])];
         let rows = rig.engine.step(&parts).expect("the step runs");
-        compare(&rows[0].logits, &want_a[in_a.start], in_a.start);
-        compare(&rows[1].logits, &want_b[in_b.start], in_b.start);
+        compare(&rows[0].logits, &want_a[in_a.start]);
+        compare(&rows[1].logits, &want_b[in_b.start]);
     }
     let rows = rig.engine.step(&[Part::sampled(1, &b[20..])]).expect("the step runs");
-    compare(&rows[0].logits, &want_b[39], 39);
-    eprintln!("{what}: {worst:.2e} at most");
+    compare(&rows[0].logits, &want_b[39]);
+    errors
 }
 
 const ARCHITECTURES: [Architecture; 4] =
@@ -296,6 +302,7 @@ fn logits_on_a_device_are_those_of_float64_for_every_architecture() {
         check(architecture, 16, On::Bridge);
     }
     check(Architecture::Qwen3, 64, On::Bridge);
+    check(Architecture::Gemma3, 64, On::Bridge);
 }
 
 #[test]
@@ -334,7 +341,7 @@ fn a_replayed_step_gives_what_it_gives_launch_by_launch() {
         let rows = rows.expect("the step runs");
         for (row, want) in rows.iter().zip([&want_a[in_a.start], &want_b[in_b.start]]) {
             let error = relative_error(&row.logits, want);
-            assert!(error < MARGIN, "step {i}: {error}");
+            assert!(error < 1.5 * MARGIN, "step {i}: {error}");
         }
     }
 }
@@ -355,7 +362,7 @@ fn batch_invariant_logits_are_the_same_to_the_bit_however_they_come_about() {
         let whole = engine.step(&[Part::sampled(0, &text)]).expect("the step runs");
         let want = &whole[0].logits;
         let error = relative_error(want, &reference::logits(&model, &text)[last]);
-        assert!(error < MARGIN, "{architecture:?}: {error}");
+        assert!(error < 1.5 * MARGIN, "{architecture:?}: {error}");
 
         let parts = [0..17, 17..18, 18..31, 31..40];
         let mut at_other = 0;
