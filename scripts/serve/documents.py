@@ -19,7 +19,7 @@ import urllib.request
 from prometheus_client.parser import text_string_to_metric_families
 from served import Served
 
-CHECKS = "not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance"
+CHECKS = "status_code_conformance,content_type_conformance,response_schema_conformance"
 # Names that routers read, and their types.
 NAMES = {
     "vllm:num_requests_running": "gauge",
@@ -61,11 +61,11 @@ def narrowed(document, model):
     return document
 
 
-def untimed(document):
-    """Without deadlines: one that has passed is answered by 504, which is a server's error to schemathesis."""
-    for schema in document["components"]["schemas"].values():
-        if "timeout" in schema.get("properties", {}):
-            schema["properties"]["timeout"] = {"enum": [60, None]}
+def faultless(document):
+    """Without 500, so that it is a finding. 504 is none: it answers a request whose own deadline has passed."""
+    for path in document["paths"].values():
+        for operation in path.values():
+            operation["responses"].pop("500", None)
     return document
 
 
@@ -74,7 +74,7 @@ def openapi(server, examples):
     # A server that has been drained answers nothing more.
     options = ["--exclude-path", "/admin/drain", "--checks", CHECKS, "--request-timeout", "60", "--seed", "1"]
     options += ["--max-examples", str(examples), "--continue-on-failure"]
-    document, model = untimed(server.get("/openapi.json")), server.get("/v1/models")["data"][0]["id"]
+    document, model = faultless(server.get("/openapi.json")), server.get("/v1/models")["data"][0]["id"]
     with tempfile.TemporaryDirectory() as folder:
         codes = []
         for name in ("whole.json", "narrowed.json"):
