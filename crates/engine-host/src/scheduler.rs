@@ -86,8 +86,10 @@ pub(crate) struct Scheduler {
     pub victims: Victims,
     pub queue: Queue,
     came: u64,
-    /// Steps that were laid out.
+    /// Steps that ran.
     step: u64,
+    /// By the request's slot, the last of them that it was part of, so that nobody is looked for.
+    ran_in: Vec<u64>,
 }
 
 /// After giving way so often a request does so only where all who run have.
@@ -111,6 +113,7 @@ impl Scheduler {
             queue: Queue::default(),
             came: 0,
             step: 0,
+            ran_in: Vec::new(),
         }
     }
 
@@ -159,9 +162,16 @@ impl Scheduler {
     pub fn ran(&mut self, turns: &[Turn]) {
         self.step += 1;
         let all = self.victims == Victims::LeastRecent;
-        let takes_part = |place: &Place| turns.iter().any(|turn| turn.rid == place.rid);
+        if !all && !self.running.iter().any(|place| place.is_new) {
+            return;
+        }
+        for turn in turns {
+            let at = turn.rid.index();
+            self.ran_in.resize(self.ran_in.len().max(at + 1), 0);
+            self.ran_in[at] = self.step;
+        }
         for place in self.running.iter_mut().filter(|place| all || place.is_new) {
-            if takes_part(place) {
+            if self.ran_in.get(place.rid.index()) == Some(&self.step) {
                 (place.used, place.is_new) = (self.step, false);
             }
         }

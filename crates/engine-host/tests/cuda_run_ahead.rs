@@ -4,23 +4,20 @@
 
 use std::path::{Path, PathBuf};
 
-use engine_host::Config;
 use engine_host::engine::Engine;
-use engine_host::request::{Event, GenerateRequest};
+use engine_host::request::GenerateRequest;
 use model::Architecture;
 use model::testing::{TinyModel, Vocabulary};
-use resource_api::RequestId;
 use serde_json::json;
+
+mod support;
 
 /// A pack for a machine with a GPU has `tests/` and `plugins/` side by side.
 fn plugins() -> PathBuf {
     let packed = std::env::current_exe().ok();
     let packed = packed.and_then(|exe| Some(exe.parent()?.parent()?.join("plugins")));
     let packed = packed.filter(|path| path.join("resource-kv.toml").exists());
-    packed.unwrap_or_else(|| {
-        let root = xtask::workspace_root();
-        xtask::stamp::installed_plugins(&root).unwrap_or_else(|problems| panic!("{problems}"))
-    })
+    packed.unwrap_or_else(support::plugins)
 }
 
 fn write_model(to: &Path) {
@@ -34,36 +31,10 @@ fn write_model(to: &Path) {
 }
 
 fn engine(model: &Path, lines: &str) -> Engine {
-    let plugins = plugins();
-    let text = format!(
-        r#"
-[engine]
-device = "cuda:0"
-plugin_dirs = [{plugins:?}]
-batch_invariant = true
-max_model_len = 120
-{lines}
-[model]
-path = {model:?}
-[resources.main_kv]
-kind = "kv"
-nodes = ["decoder"]
-pages = 200
-[resources.attn]
-kind = "attention"
-nodes = ["decoder"]
-kv_cache = "main_kv"
-[resources.pos]
-kind = "positions"
-nodes = ["decoder"]
-kv_cache = "main_kv"
-[resources.sampler]
-kind = "sampler"
-nodes = ["decoder"]
-"#
-    );
-    let config = Config::parse("test.toml", &text, Path::new(".")).unwrap();
-    engine_host::setup::load(&config, &mut |_, _| {}).unwrap_or_else(|e| panic!("{e}")).engine
+    let lines =
+        format!("device = \"cuda:0\"\nbatch_invariant = true\nmax_model_len = 120\n{lines}");
+    let config = support::config_with(&plugins(), model, &lines, "pages = 200");
+    support::load(&config).engine
 }
 
 /// Greedy ones, drawn ones, and one whose penalty has every step of it wait.
@@ -88,19 +59,9 @@ fn requests(with_penalty: bool) -> Vec<GenerateRequest> {
 }
 
 fn run(engine: &mut Engine, requests: Vec<GenerateRequest>) -> Vec<Vec<u32>> {
-    let rids: Vec<RequestId> = requests.into_iter().map(|r| engine.submit(r).unwrap()).collect();
-    let mut tokens = vec![Vec::new(); rids.len()];
-    while !engine.is_idle() {
-        for event in engine.step() {
-            let of = rids.iter().position(|rid| *rid == event.request()).unwrap();
-            match event {
-                Event::Token(_, token) => tokens[of].push(token.id),
-                Event::Failed(_, why) => panic!("{why}"),
-                _ => {}
-            }
-        }
-    }
-    tokens
+    let done = support::run(engine, requests);
+    done.iter().for_each(|done| assert_eq!(done.failure, None));
+    done.iter().map(support::Done::ids).collect()
 }
 
 #[test]

@@ -136,6 +136,7 @@ impl Engine {
             self.give_up(live, &Failure::from(&e));
             return None;
         }
+        self.scheduler.ran(&work.ask.turns);
         self.stats.run_ahead += 1;
         Some(Behind { live, work, launched })
     }

@@ -82,39 +82,45 @@ fn sizes(block_type: BlockType) -> &'static [(usize, usize)] {
     }
 }
 
+/// Holds products with the rows of `x` to float64, for both kinds of activations on every level of CPU;
+/// `least` is what an error may be beside that of a sum of roundings.
+fn check_products(
+    block_type: BlockType,
+    (outputs, inputs): (usize, usize),
+    bytes: &[u8],
+    x: &[f32],
+    least: f64,
+) {
+    let rows = x.len() / inputs;
+    let mut w = vec![0.0; outputs * inputs];
+    block_type.dequantize(bytes, &mut w).unwrap();
+    for options in [Activations::Float, Activations::Int8].into_iter().flat_map(options) {
+        let matrix = Matrix::pack(block_type, outputs, inputs, bytes, options, &Serial).unwrap();
+        let mut out = vec![f32::NAN; rows * outputs];
+        matrix.matmul(x, rows, &mut out, &mut Scratch::default(), &Serial).unwrap();
+        for (i, &got) in out.iter().enumerate() {
+            let (r, o) = (i / outputs, i % outputs);
+            let (want, size) = reference(&w[o * inputs..][..inputs], &x[r * inputs..][..inputs]);
+            // A sum of n roundings, each of a part of the terms so far.
+            let error = (f64::from(got) - want).abs();
+            assert!(
+                error <= size * 4e-6 + least,
+                "{block_type} {outputs}x{inputs} {options:?} row {r} of {rows}, output {o}: {got} for \
+                 {want}, terms sum up to {size}"
+            );
+        }
+    }
+}
+
 #[test]
 fn products_are_those_of_float64() {
     let mut random = Random(1);
     for block_type in BlockType::ALL {
-        for &(outputs, inputs) in sizes(block_type) {
-            let bytes = weights(block_type, outputs, inputs, &mut random);
-            let mut w = vec![0.0; outputs * inputs];
-            block_type.dequantize(&bytes, &mut w).unwrap();
+        for &size in sizes(block_type) {
+            let bytes = weights(block_type, size.0, size.1, &mut random);
             for rows in [1, 13, 37] {
-                let x = exact_vectors(rows, inputs, &mut random);
-                for activations in [Activations::Float, Activations::Int8] {
-                    for options in options(activations) {
-                        let matrix =
-                            Matrix::pack(block_type, outputs, inputs, &bytes, options, &Serial)
-                                .unwrap();
-                        let mut out = vec![f32::NAN; rows * outputs];
-                        matrix
-                            .matmul(&x, rows, &mut out, &mut Scratch::default(), &Serial)
-                            .unwrap();
-                        for (i, &got) in out.iter().enumerate() {
-                            let (r, o) = (i / outputs, i % outputs);
-                            let x = &x[r * inputs..][..inputs];
-                            let (want, size) = reference(&w[o * inputs..][..inputs], x);
-                            // A sum of n roundings, each of a part of the terms so far.
-                            let error = (f64::from(got) - want).abs();
-                            assert!(
-                                error <= size * 4e-6,
-                                "{block_type} {outputs}x{inputs} {options:?} row {r} of {rows}, \
-                                 output {o}: {got} for {want}, terms sum up to {size}"
-                            );
-                        }
-                    }
-                }
+                let x = exact_vectors(rows, size.1, &mut random);
+                check_products(block_type, size, &bytes, &x, 0.0);
             }
         }
     }
@@ -260,32 +266,13 @@ fn extreme_blocks_and_vectors_are_those_of_float64() {
                 block[at..at + 2].copy_from_slice(&scale.to_le_bytes());
             }
         }
-        let mut w = vec![0.0; outputs * inputs];
-        block_type.dequantize(&bytes, &mut w).unwrap();
         let mut x = exact_vectors(rows, inputs, &mut random);
         for block in x.chunks_mut(32) {
             let by = [0.0, 1e-30, 1e-15, 1.0, 1e15, 1e25].map(|by: f32| by.log2().round().exp2());
             let by = by[random.bits() as usize % by.len()];
             block.iter_mut().for_each(|x| *x *= by);
         }
-        for activations in [Activations::Float, Activations::Int8] {
-            for options in options(activations) {
-                let matrix =
-                    Matrix::pack(block_type, outputs, inputs, &bytes, options, &Serial).unwrap();
-                let mut out = vec![f32::NAN; rows * outputs];
-                matrix.matmul(&x, rows, &mut out, &mut Scratch::default(), &Serial).unwrap();
-                for (i, &got) in out.iter().enumerate() {
-                    let (r, o) = (i / outputs, i % outputs);
-                    let x = &x[r * inputs..][..inputs];
-                    let (want, size) = reference(&w[o * inputs..][..inputs], x);
-                    let error = (f64::from(got) - want).abs();
-                    assert!(
-                        error <= size * 4e-6 + f64::from(f32::MIN_POSITIVE),
-                        "{block_type} {options:?} row {r}, output {o}: {got} for {want} of {size}"
-                    );
-                }
-            }
-        }
+        check_products(block_type, (outputs, inputs), &bytes, &x, f64::from(f32::MIN_POSITIVE));
     }
 }
 
