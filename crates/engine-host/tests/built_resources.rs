@@ -25,8 +25,8 @@ fn a_request_that_can_never_fit_is_refused_at_submission_with_the_limit() {
         loaded.engine.submit(GenerateRequest { prompt, max_tokens, ..Default::default() })
     };
     // 8 pages of 16 tokens beside the sink.
-    assert!(submit(100, 28).is_ok());
-    let e = submit(100, 29).unwrap_err();
+    assert!(submit(100, 29).is_ok());
+    let e = submit(100, 30).unwrap_err();
     assert_eq!(e.exit_code(), 2);
     assert!(e.to_string().contains("need 9 pages") && e.to_string().contains("has 8"), "{e}");
     let e = submit(9000, 1).unwrap_err();

@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use engine_host::error::ErrorKind;
-use engine_host::request::{Event, FinishReason};
+use engine_host::request::{Event, FinishReason, GenerateRequest};
 use reader::{Outcome, Setup, cache, cold, expected, greedy, letters, run, told};
 use resource_api::{EngineLimits, KvCache};
 use serde_json::json;
@@ -74,8 +74,9 @@ fn what_can_never_fit_is_refused_at_once_and_blocks_nobody() {
     let setup = Setup { page_size: 16, pages: 10, ..Setup::default() };
     let mut engine = setup.build();
     let started = Instant::now();
-    // 400 tokens are 25 pages; 150 and 11 generated are one page more than there are.
-    for (prompt, max_tokens, needs) in [(400, 1, 26), (150, 11, 11)] {
+    // 400 tokens are 25 pages; 150 and 12 generated, the last of them uncached, are one page more
+    // than there are.
+    for (prompt, max_tokens, needs) in [(400, 1, 25), (150, 12, 11)] {
         let e = engine.submit(greedy(&vec![5; prompt], max_tokens)).unwrap_err();
         assert_eq!(e.kind(), ErrorKind::Usage, "{e}");
         let said = e.to_string();
@@ -86,7 +87,77 @@ fn what_can_never_fit_is_refused_at_once_and_blocks_nobody() {
     assert!(engine.is_idle(), "nothing of it is queued");
     let got = one(&mut engine, &[5; 10], 5);
     assert_eq!(got.tokens, expected(&[5; 10], 5, 1));
-    assert!(one(&mut engine, &[5; 150], 10).failure.is_none(), "what just fits runs");
+    assert!(one(&mut engine, &[5; 150], 11).failure.is_none(), "what just fits runs");
+}
+
+#[test]
+fn a_request_may_take_the_pool_to_its_last_slot_and_no_token_more() {
+    // The last generated token goes to no page.
+    for (page_size, pages) in [(1, 9), (2, 6), (3, 5), (4, 4), (16, 1)] {
+        let slots = page_size * pages;
+        for (chunk, preplan, run_ahead) in
+            [(64, false, false), (3, true, false), (64, true, false), (5, false, true)]
+        {
+            for prefix_cache in [true, false] {
+                let limits =
+                    EngineLimits { max_batch: 4, max_batch_tokens: chunk, max_model_len: 64 };
+                let setup = Setup {
+                    page_size,
+                    pages,
+                    preplan,
+                    run_ahead,
+                    prefix_cache,
+                    limits,
+                    ..Setup::default()
+                };
+                let mut engine = setup.build();
+                for prompt_len in 1..=slots {
+                    let prompt: Vec<u32> =
+                        (0..prompt_len).map(|i| (prompt_len + i * i) % 60).collect();
+                    let most = slots - prompt_len + 1;
+                    let how = format!("{pages} pages of {page_size}, {prompt_len} and {most}");
+                    let e = engine.submit(greedy(&prompt, most + 1)).unwrap_err();
+                    assert_eq!(e.kind(), ErrorKind::Usage, "{how}: {e}");
+                    assert!(e.to_string().contains(&format!("the pool has {pages} in all")), "{e}");
+                    assert!(engine.is_idle(), "{how}");
+                    // Beside another one, which then has to wait or give way.
+                    let got = run(&mut engine, vec![greedy(&prompt, most), greedy(&[7], 1)]);
+                    assert_eq!(got[0].tokens, expected(&prompt, most as usize, 1), "{how}");
+                    assert_eq!(got[0].failure, None, "{how}");
+                    assert_eq!(got[1].tokens, expected(&[7], 1, 1), "{how}");
+                }
+                let free = told(&engine, "pages.free") + told(&engine, "pages.cached");
+                assert_eq!(free + told(&engine, "pages.waiting"), u64::from(pages));
+            }
+        }
+    }
+}
+
+#[test]
+fn sessions_make_room_for_a_request_that_needs_the_whole_pool() {
+    let mut engine = Setup { pages: 6, prefix_cache: false, ..Setup::default() }.build();
+    for name in ["first", "second"] {
+        let session = Some(name.to_owned());
+        run(&mut engine, vec![GenerateRequest { session, ..greedy(&letters("ABCDEFG"), 3) }]);
+    }
+    assert_eq!(told(&engine, "pages.free"), 0, "sessions have them");
+    let prompt: Vec<u32> = (0..20).collect();
+    let got = run(&mut engine, vec![greedy(&prompt, 5)]);
+    assert_eq!((&got[0].tokens, &got[0].failure), (&expected(&prompt, 5, 1), &None));
+}
+
+#[test]
+fn what_is_longer_than_a_stream_may_be_is_refused_at_once() {
+    let setup = Setup { kv: json!({ "max_seq_len": 10 }), ..Setup::default() };
+    let mut engine = setup.build();
+    let just: Vec<u32> = (0..8).collect();
+    for (prompt, most) in [(&just[..], 4), (&[1; 11], 1), (&[1; 11], 5)] {
+        let e = engine.submit(greedy(prompt, most)).unwrap_err();
+        assert_eq!(e.kind(), ErrorKind::Usage);
+        assert!(e.to_string().contains("one may have 10 (`max_seq_len`)"), "{e}");
+    }
+    assert!(engine.is_idle());
+    assert_eq!(one(&mut engine, &just, 3).tokens, expected(&just, 3, 1));
 }
 
 #[test]

@@ -181,28 +181,8 @@ impl State {
             Some(live) => self.remove(shared, RequestId::new(request.slot, live)),
             None => {}
         }
-        let prompt = u32::try_from(overrides.prompt().len()).unwrap_or(u32::MAX);
-        let tokens = prompt.saturating_add(overrides.max_new_tokens());
-        let pages = |tokens: u32| shared.pages_for(tokens.min(shared.facts.max_seq_len));
-        let main = [tokens];
-        let all = streams.unwrap_or(&main);
-        let need: u64 = all.iter().map(|&tokens| u64::from(pages(tokens))).sum();
-        let have = u64::from(self.pool.usable());
-        if need > have {
-            // It would run until the pool is full, and then fail however long it waited.
-            let in_streams = match all.len() {
-                1 => String::new(),
-                n => format!(" in {n} streams"),
-            };
-            let message = format!(
-                "{prompt} prompt tokens and up to {} generated ones{in_streams} need {need} pages of {} \
-                 tokens; the pool has {have} in all: shorten the request, or raise `pages`",
-                overrides.max_new_tokens(),
-                self.page_size
-            );
-            return Err(ResourceError::invalid(message).with_amounts(need, have));
-        }
-        self.requests.insert(request, pages(tokens) as usize + 1, chain);
+        let tokens = self.check_fits(shared, overrides, streams)?;
+        self.requests.insert(request, shared.pages_for(tokens) as usize + 1, chain);
         let table = self.new_table();
         let id = StreamId { request, label: LabelId::MAIN };
         if let Some(main) = self.requests.get_mut(id) {
@@ -210,6 +190,54 @@ impl State {
         }
         shared.board.set(id, 0, 0);
         Ok(())
+    }
+
+    /// Most tokens of the request's stream `main`. The last token that is generated goes to no stream.
+    ///
+    /// # Errors
+    /// For a request that would run until a stream or the pool is full, and then fail however long it
+    /// waited.
+    fn check_fits(
+        &self,
+        shared: &Shared,
+        overrides: &RequestOverrides<'_>,
+        streams: Option<&[u32]>,
+    ) -> Result<u32> {
+        let prompt = u32::try_from(overrides.prompt().len()).unwrap_or(u32::MAX);
+        let generated = overrides.max_new_tokens();
+        let main = [prompt.saturating_add(generated.saturating_sub(1))];
+        let all = streams.unwrap_or(&main);
+        let request = || {
+            let in_streams = match all.len() {
+                1 => String::new(),
+                n => format!(" in {n} streams"),
+            };
+            format!(
+                "{prompt} prompt tokens and up to {generated} generated ones, the last of them \
+                 uncached,{in_streams}"
+            )
+        };
+        let (longest, most) = (all.iter().copied().max().unwrap_or(0), shared.facts.max_seq_len);
+        if longest > most {
+            let message = format!(
+                "{} make a stream of {longest} tokens; one may have {most} (`max_seq_len`): shorten \
+                 the request",
+                request()
+            );
+            return Err(ResourceError::invalid(message).with_amounts(longest.into(), most.into()));
+        }
+        let need: u64 = all.iter().map(|&tokens| u64::from(shared.pages_for(tokens))).sum();
+        let have = u64::from(self.pool.usable());
+        if need > have {
+            let message = format!(
+                "{} need {need} pages of {} tokens; the pool has {have} in all: shorten the request, \
+                 or raise `pages`",
+                request(),
+                self.page_size
+            );
+            return Err(ResourceError::invalid(message).with_amounts(need, have));
+        }
+        Ok(main[0].min(most))
     }
 
     /// Empties a request's streams; with `free`, or where a page must not be written again, their

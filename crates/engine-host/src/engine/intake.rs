@@ -57,10 +57,12 @@ impl Engine {
         }
         let rid = self.requests.next_id();
         let max_tokens = request.max_tokens.min(room);
+        // What is generated elsewhere takes no room here.
+        let here = relay.after.map_or(max_tokens, |after| max_tokens.min(after.max(1)));
         if let Some(labels) = &labels {
-            self.tell_of_streams(&mut request, labels, max_tokens);
+            self.tell_of_streams(&mut request, labels, here);
         }
-        if let Err(e) = self.ingest(rid, &request, max_tokens) {
+        if let Err(e) = self.ingest(rid, &request, here) {
             self.remove_from_resources(rid);
             self.requests.burn(rid);
             return Err(e);
@@ -74,7 +76,7 @@ impl Engine {
             }
         };
         let generated = relay.from.map_or(Vec::new(), |from| from.tokens);
-        self.remember(rid, &request, max_tokens);
+        self.remember(rid, &request, here);
         let deadline = request.timeout.and_then(|t| Instant::now().checked_add(t));
         if let Some(deadline) = deadline {
             let next = self.next_deadline.map_or(deadline, |next| next.min(deadline));
