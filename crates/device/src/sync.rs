@@ -31,6 +31,10 @@ impl<T: Copy> Cell<T> {
     }
 }
 
+/// How long a waiting thread keeps its processor to itself. What waits longer may be what another thread
+/// needs this processor for.
+const ALONE: Duration = Duration::from_micros(10);
+
 /// Waits at most `most` for `condition`; true when it came about.
 pub(crate) fn spin_until(most: Duration, condition: impl Fn() -> bool) -> bool {
     if condition() {
@@ -44,8 +48,12 @@ pub(crate) fn spin_until(most: Duration, condition: impl Fn() -> bool) -> bool {
             }
             std::hint::spin_loop();
         }
-        if start.elapsed() > most {
+        let waited = start.elapsed();
+        if waited > most {
             return false;
+        }
+        if waited > ALONE {
+            std::thread::yield_now();
         }
     }
 }

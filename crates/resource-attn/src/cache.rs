@@ -7,7 +7,7 @@ use resource_api::{
 
 /// Most (token, query head) pairs of a block: their scores of one chunk stay in the second-level
 /// cache while keys and values pass by once for all of them.
-const BLOCK_ROWS: u32 = 48;
+pub(crate) const BLOCK_ROWS: u32 = 48;
 
 /// A dependency of kind `kv`: where its plan is filed, what it looks like, and how to read it.
 #[derive(Clone, Debug)]

@@ -17,7 +17,7 @@ pub(crate) struct Shape {
 }
 
 /// Blocks for each thread to take, so that the last ones to finish are not far apart.
-const BLOCKS_PER_THREAD: u64 = 4;
+pub(crate) const BLOCKS_PER_THREAD: u64 = 4;
 /// Keys below which a block is not worth handing to another thread.
 const SMALLEST_BLOCK: u64 = 2 * CHUNK as u64;
 

@@ -1,9 +1,9 @@
 //! The host's threads for kernels.
 //!
 //! A decode step of a small model runs hundreds of short kernels, so starting one must cost about a
-//! microsecond: idle threads look for work for a moment before they sleep. The moment is short and
-//! nobody waits at a barrier, because other processes may need the core: a caller whose helpers are
-//! held up does their tasks itself.
+//! microsecond: idle threads look for work for a moment before they sleep. The moment is short, most of
+//! it leaves the processor to whoever else wants it, and nobody waits at a barrier: a caller whose
+//! helpers are held up does their tasks itself.
 
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};

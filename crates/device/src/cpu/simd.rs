@@ -53,14 +53,31 @@ pub(crate) trait Simd: Copy {
     fn max(self, a: Self::F, b: Self::F) -> Self::F;
     /// Sum of the lanes: halves added to halves, down to one.
     fn sum(self, x: Self::F) -> f32;
-    /// [`sum`](Self::sum) of each, in the lane of its number. All at once share the work.
+    /// Half of [`sum`](Self::sum) for four vectors at once: the `k`-th four lanes of the result are those
+    /// of `x[k]`, halves added to halves twice.
     #[inline(always)]
-    fn sums(self, x: &[Self::F; LANES]) -> Self::F {
-        let mut lanes = [0.0; LANES];
-        for (lane, x) in lanes.iter_mut().zip(x) {
-            *lane = self.sum(*x);
+    fn quarters(self, x: &[Self::F; 4]) -> Self::F {
+        let (mut lanes, mut out) = ([0.0; LANES], [0.0; LANES]);
+        for (x, out) in x.iter().zip(out.as_chunks_mut::<4>().0) {
+            self.store(*x, &mut lanes);
+            for (i, out) in out.iter_mut().enumerate() {
+                *out = (lanes[i] + lanes[8 + i]) + (lanes[4 + i] + lanes[12 + i]);
+            }
         }
-        self.load(&lanes)
+        self.load(&out)
+    }
+    /// The other half: lane `4 k + j` becomes the sum of the vector that was the `k`-th of
+    /// [`quarters`](Self::quarters) `x[j]`.
+    #[inline(always)]
+    fn sum_quarters(self, x: &[Self::F; 4]) -> Self::F {
+        let (mut lanes, mut out) = ([0.0; LANES], [0.0; LANES]);
+        for (j, x) in x.iter().enumerate() {
+            self.store(*x, &mut lanes);
+            for (k, z) in lanes.as_chunks::<4>().0.iter().enumerate() {
+                out[4 * k + j] = (z[0] + z[2]) + (z[1] + z[3]);
+            }
+        }
+        self.load(&out)
     }
 
     fn splat_i32(self, x: i32) -> Self::I;
@@ -114,6 +131,18 @@ pub(crate) trait Simd: Copy {
     }
 }
 
+/// Asks for the cache line at `at`, which need not be one that there is.
+#[inline(always)]
+pub(crate) fn prefetch(at: *const u8) {
+    #[cfg(target_arch = "x86_64")]
+    {
+        use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
+        // SAFETY: a hint, which does nothing for an address that cannot be read.
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(at.cast()) };
+    }
+    let _ = at;
+}
+
 /// A computation written for any [`Simd`].
 pub(crate) trait Kernel {
     type Output;
@@ -126,7 +155,7 @@ pub(crate) trait Kernel {
 }
 
 /// Runs `kernel` on the instructions of `features`.
-#[inline]
+#[inline(always)]
 pub(crate) fn dispatch<K: Kernel>(features: CpuFeatures, kernel: K) -> K::Output {
     #[cfg(target_arch = "x86_64")]
     {

@@ -1,8 +1,10 @@
-//! One head's share of a block of tokens: scores, softmax and weighted sum, chunk by chunk.
+//! Some heads' share of a block of tokens: scores, softmax and weighted sum, chunk by chunk.
 
 use super::pages::Pages;
+use super::reads::{Reads, Run};
 use super::state::State;
 use super::{CHUNK, Work};
+use crate::cache::BLOCK_ROWS;
 use crate::plan::{Block, Row};
 use device::attention::{accumulate_rows, dot_rows};
 use device::ops;
@@ -18,7 +20,7 @@ pub(super) struct Scratch {
     total: Vec<f32>,
 }
 
-/// Queries of one head side by side, and their scores with one chunk of keys.
+/// Queries head by head, and their scores with one chunk of keys.
 #[derive(Debug, Default)]
 pub(super) struct Tables {
     queries: Vec<f32>,
@@ -62,14 +64,7 @@ pub(super) struct Task<'a> {
     block: &'a Block,
 }
 
-/// Keys of one page.
-struct Run {
-    page: u32,
-    slot: u32,
-    keys: Range<u32>,
-}
-
-impl Task<'_> {
+impl<'a> Task<'a> {
     /// Query heads that share a key/value head.
     fn group(&self) -> usize {
         self.work.cache.query_heads() / self.work.cache.kv_heads()
@@ -105,19 +100,29 @@ impl Task<'_> {
         chunks_of(&self.visible_within(0, self.work.planned_window))
     }
 
+    /// Elements of the state of one key/value head.
+    pub fn state_len(&self) -> usize {
+        State::len(self.rows(), self.work.cache.head_dim() as usize)
+    }
+
     /// Computes the block for every head. `out` is `[block's tokens, query heads, head dim]`.
     pub fn whole(&self, scratch: &mut Scratch, out: &mut [f32]) -> Result<()> {
-        let (rows, head_dim) = (self.rows(), self.work.cache.head_dim() as usize);
-        let chunk = at_least(&mut scratch.chunk, State::len(rows, head_dim));
-        let total = at_least(&mut scratch.total, State::len(rows, head_dim));
-        let mut state = State::in_memory(total, rows);
-        for head in 0..self.work.cache.kv_heads() {
-            state.clear();
-            for c in self.chunks() {
-                self.chunk(c, head, &mut scratch.tables, chunk)?;
-                state.merge(chunk);
+        let (rows, len, all) = (self.rows(), self.state_len(), self.work.cache.kv_heads());
+        for heads in ranges(all, heads_together(rows, all)) {
+            let chunk = at_least(&mut scratch.chunk, heads.len() * len);
+            let total = at_least(&mut scratch.total, heads.len() * len);
+            for total in total.chunks_exact_mut(len) {
+                State::in_memory(total, rows).clear();
             }
-            self.write(&state, head, out);
+            for c in self.chunks() {
+                self.chunk(c, heads.clone(), &mut scratch.tables, chunk)?;
+                for (total, chunk) in total.chunks_exact_mut(len).zip(chunk.chunks_exact(len)) {
+                    State::in_memory(total, rows).merge(chunk);
+                }
+            }
+            for (head, total) in heads.zip(total.chunks_exact_mut(len)) {
+                self.write(&State::in_memory(total, rows), head, out);
+            }
         }
         Ok(())
     }
@@ -125,8 +130,7 @@ impl Task<'_> {
     /// Merges what [`Task::chunk`] left of each chunk, first to last, into the block's output.
     /// `partials` holds them chunk by chunk, and in a chunk head by head.
     pub fn merged(&self, scratch: &mut Scratch, partials: &[f32], out: &mut [f32]) {
-        let (rows, heads) = (self.rows(), self.work.cache.kv_heads());
-        let len = State::len(rows, self.work.cache.head_dim() as usize);
+        let (rows, len, heads) = (self.rows(), self.state_len(), self.work.cache.kv_heads());
         let mut state = State::in_memory(at_least(&mut scratch.total, len), rows);
         let first = self.planned_chunks().start;
         for head in 0..heads {
@@ -150,70 +154,89 @@ impl Task<'_> {
         }
     }
 
-    /// Reduces one chunk of keys for one key/value head into the state kept in `part`.
+    /// Reduces one chunk of keys for some key/value heads into their states, kept in `parts` one after
+    /// the other.
     ///
-    /// A token's result depends on the keys it sees in this chunk alone, not on the block.
+    /// A token's result depends on the keys it sees in this chunk alone, not on the block, and a
+    /// head's not on the others.
     pub fn chunk(
         &self,
         chunk: u32,
-        head: usize,
+        heads: Range<usize>,
         tables: &mut Tables,
-        part: &mut [f32],
+        parts: &mut [f32],
     ) -> Result<()> {
         let (group, rows) = (self.group(), self.rows());
         let head_dim = self.work.cache.head_dim() as usize;
         let columns = CHUNK as usize;
         let of_chunk = chunk * CHUNK..(chunk + 1).saturating_mul(CHUNK);
         let keys = intersect(&self.keys(), &of_chunk);
-        let queries = at_least(&mut tables.queries, rows * head_dim);
-        self.gather(head, queries);
-        let scores = at_least(&mut tables.scores, rows * columns);
-        let state = State::in_memory(part, rows);
+        let queries = at_least(&mut tables.queries, heads.len() * rows * head_dim);
+        for (head, queries) in heads.clone().zip(queries.chunks_exact_mut(rows * head_dim)) {
+            self.gather(head, queries);
+        }
+        let scores = at_least(&mut tables.scores, heads.len() * rows * columns);
+        let len = self.state_len();
+        let mut reads = Reads::new(self.k, self.v, self.runs(keys.clone()), heads.clone());
 
         for run in self.runs(keys.clone()) {
-            let count = run.keys.len();
-            let k =
-                self.k.rows(run.page, run.slot, count, head).ok_or_else(|| self.no_page(&run))?;
-            let column = (run.keys.start - of_chunk.start) as usize;
-            dot_rows(queries, rows, k, count, &mut scores[column..], columns);
-        }
-        for r in 0..rows {
-            let seen = intersect(&self.visible(r / group), &of_chunk);
-            let start = (seen.start - of_chunk.start) as usize;
-            let scores = &mut scores[r * columns + start..][..seen.len()];
-            if let Some(cap) = self.work.scoring.softcap {
-                ops::soft_cap(scores, cap);
+            let (count, column) = (run.keys.len(), (run.keys.start - of_chunk.start) as usize);
+            let tables = scores.chunks_exact_mut(rows * columns);
+            for (scores, queries) in tables.zip(queries.chunks_exact(rows * head_dim)) {
+                let k = reads.next().ok_or_else(|| self.no_page(&run))?;
+                dot_rows(queries, rows, k, count, &mut scores[column..], columns);
             }
-            (state.max[r], state.sum[r]) = ops::exponentials(scores);
         }
-        state.acc.fill(0.0);
+        for (scores, part) in
+            scores.chunks_exact_mut(rows * columns).zip(parts.chunks_exact_mut(len))
+        {
+            let state = State::in_memory(part, rows);
+            for (r, scores) in scores.chunks_exact_mut(columns).enumerate() {
+                let seen = intersect(&self.visible(r / group), &of_chunk);
+                let start = (seen.start - of_chunk.start) as usize;
+                let scores = &mut scores[start..][..seen.len()];
+                if let Some(cap) = self.work.scoring.softcap {
+                    ops::soft_cap(scores, cap);
+                }
+                (state.max[r], state.sum[r]) = ops::exponentials(scores);
+            }
+            state.acc.fill(0.0);
+        }
         for run in self.runs(keys) {
             let column = |key: u32| (key - of_chunk.start) as usize;
-            let values = |keys: &Range<u32>| {
-                let slot = run.slot + (keys.start - run.keys.start);
-                let rows = self.v.rows(run.page, slot, keys.len(), head);
-                rows.ok_or_else(|| self.no_page(&run))
-            };
-            // Tokens that see the whole run go together; of the others each takes what it sees,
-            // never more: a weight of 0 would not keep a NaN out.
-            let tokens = self.block.tokens as usize;
-            let mut i = 0;
-            while i < tokens {
-                let seen = intersect(&self.visible(i), &run.keys);
-                let mut next = i + 1;
-                while seen == run.keys
-                    && next < tokens
-                    && intersect(&self.visible(next), &run.keys) == seen
-                {
-                    next += 1;
+            let tables = scores.chunks_exact(rows * columns).zip(parts.chunks_exact_mut(len));
+            for (head, (scores, part)) in heads.clone().zip(tables) {
+                let mut all = Some(reads.next().ok_or_else(|| self.no_page(&run))?);
+                let mut values = |keys: &Range<u32>| match all.take() {
+                    Some(all) if *keys == run.keys => Ok(all),
+                    _ => {
+                        let slot = run.slot + (keys.start - run.keys.start);
+                        let rows = self.v.rows(run.page, slot, keys.len(), head);
+                        rows.ok_or_else(|| self.no_page(&run))
+                    }
+                };
+                let state = State::in_memory(part, rows);
+                // Tokens that see the whole run go together; of the others each takes what it sees,
+                // never more: a weight of 0 would not keep a NaN out.
+                let tokens = self.block.tokens as usize;
+                let mut i = 0;
+                while i < tokens {
+                    let seen = intersect(&self.visible(i), &run.keys);
+                    let mut next = i + 1;
+                    while seen == run.keys
+                        && next < tokens
+                        && intersect(&self.visible(next), &run.keys) == seen
+                    {
+                        next += 1;
+                    }
+                    if !seen.is_empty() {
+                        let scores = &scores[i * group * columns + column(seen.start)..];
+                        let acc = &mut state.acc[i * group * head_dim..next * group * head_dim];
+                        let heads = (next - i) * group;
+                        accumulate_rows(scores, columns, heads, values(&seen)?, seen.len(), acc);
+                    }
+                    i = next;
                 }
-                if !seen.is_empty() {
-                    let scores = &scores[i * group * columns + column(seen.start)..];
-                    let acc = &mut state.acc[i * group * head_dim..next * group * head_dim];
-                    let heads = (next - i) * group;
-                    accumulate_rows(scores, columns, heads, values(&seen)?, seen.len(), acc);
-                }
-                i = next;
             }
         }
         Ok(())
@@ -234,7 +257,7 @@ impl Task<'_> {
     }
 
     /// `keys` page by page.
-    fn runs(&self, keys: Range<u32>) -> impl Iterator<Item = Run> {
+    fn runs(&self, keys: Range<u32>) -> impl Iterator<Item = Run> + Clone + use<'a> {
         let page_size = self.work.cache.page_size();
         let pages = self.work.kv.pages(self.row.kv_row as usize, page_size);
         let mut key = keys.start;
@@ -257,6 +280,17 @@ impl Task<'_> {
             run.page, run.keys.start, run.keys.end
         ))
     }
+}
+
+/// Key/value heads that one walk through the pages serves: all where the query rows of each are few,
+/// so that what lies together is read together, and one where their scores alone fill the cache.
+pub(super) fn heads_together(rows: usize, heads: usize) -> usize {
+    (BLOCK_ROWS as usize / rows.max(1)).clamp(1, heads)
+}
+
+/// `0..all`, `most` at a time.
+pub(super) fn ranges(all: usize, most: usize) -> impl Iterator<Item = Range<usize>> + Clone {
+    (0..all).step_by(most).map(move |first| first..all.min(first + most))
 }
 
 fn chunks_of(keys: &Range<u32>) -> Range<u32> {

@@ -4,14 +4,16 @@ mod block;
 mod hidden;
 mod pages;
 mod queue;
+mod reads;
 mod state;
 
 pub(crate) use hidden::select_last;
 
 use crate::cache::Cache;
+use crate::layout::BLOCKS_PER_THREAD;
 use crate::plan::{AttentionPlan, Group, NONE};
 use crate::spec::Scoring;
-use block::{Inputs, Scratch, at_least};
+use block::{Inputs, Scratch, at_least, heads_together, ranges};
 use pages::Pages;
 use queue::Queue;
 use resource_api::{
@@ -82,14 +84,23 @@ pub(crate) fn attend(
     if !partials.is_empty() {
         let split = blocks.iter().filter(|b| b.first_partial != NONE);
         let chunks = split.flat_map(|b| inputs.task(b).planned_chunks().map(move |c| (b, c)));
-        let units = chunks.flat_map(|(b, c)| (0..heads).map(move |head| ((b, c, head), part)));
-        done = spread(work.host, work.group.num_partials as usize * heads, units, partials, {
-            |(block, chunk, head), scratch, part| {
+        // As many heads in one task as leave enough tasks for the threads.
+        let wanted = work.host.threads() as usize * BLOCKS_PER_THREAD as usize;
+        let all = work.group.num_partials as usize * heads;
+        let together = (all / wanted.max(1)).clamp(1, heads_together(rows, heads));
+        let units = chunks.flat_map(|(b, c)| {
+            ranges(heads, together).map(move |heads| {
+                let len = heads.len() * part;
+                ((b, c, heads), len)
+            })
+        });
+        done = spread(work.host, all.div_ceil(together), units, partials, {
+            |(block, chunk, heads), scratch, parts| {
                 let task = inputs.task(block);
                 if !task.chunks().contains(&chunk) {
                     return Ok(());
                 }
-                task.chunk(chunk, head, &mut scratch.tables, part)
+                task.chunk(chunk, heads, &mut scratch.tables, parts)
             }
         });
     }

@@ -46,6 +46,12 @@ impl<'a> Pages<'a> {
         Ok(Self { view, page_stride, slot_stride, head_stride, head_dim })
     }
 
+    /// Bytes of one head in a page.
+    pub fn run_bytes(&self) -> usize {
+        let raw = self.view.raw();
+        raw.shape[1] as usize * self.head_dim * raw.dtype.size()
+    }
+
     /// The rows of one head in slots `slot..slot + count` of a page. Reaches for no other slot.
     /// `None` when the page is not in the pool.
     pub fn rows(&self, page: u32, slot: u32, count: usize, head: usize) -> Option<Rows<'a>> {

@@ -74,29 +74,42 @@ pub(crate) enum Slice<'a> {
 pub struct Rows<'a> {
     pub(super) data: Slice<'a>,
     pub(super) stride: usize,
+    /// Bytes of the rows that are read later, at the same stride.
+    pub(super) next: &'a [u8],
 }
 
 impl<'a> Rows<'a> {
     /// Rows of float32, `stride` elements from one to the next.
     pub fn f32(data: &'a [f32], stride: usize) -> Self {
-        Self { data: Slice::F32(data), stride }
+        Self::new(Slice::F32(data), stride)
     }
 
     /// Rows of f16.
     pub fn f16(data: &'a [f16], stride: usize) -> Self {
-        Self { data: Slice::F16(data), stride }
+        Self::new(Slice::F16(data), stride)
     }
 
     /// Rows of bf16.
     pub fn bf16(data: &'a [bf16], stride: usize) -> Self {
-        Self { data: Slice::BF16(data), stride }
+        Self::new(Slice::BF16(data), stride)
     }
 
     pub(crate) fn new(data: Slice<'a>, stride: usize) -> Self {
-        Self { data, stride }
+        Self { data, stride, next: &[] }
     }
 
-    fn len(&self) -> usize {
+    /// These rows, and on the way, row by row, `next` is brought into the CPU's cache. Rows far apart
+    /// come slowly if each is asked for when it is needed.
+    pub fn before(self, next: Rows<'a>) -> Self {
+        let next = match next.data {
+            Slice::F32(x) => bytemuck::cast_slice(x),
+            Slice::F16(x) => bytemuck::cast_slice(x),
+            Slice::BF16(x) => bytemuck::cast_slice(x),
+        };
+        Self { next, ..self }
+    }
+
+    pub(super) fn len(&self) -> usize {
         match self.data {
             Slice::F32(x) => x.len(),
             Slice::F16(x) => x.len(),

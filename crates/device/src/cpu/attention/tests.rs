@@ -27,12 +27,22 @@ fn with_each_type(x: &[f32], stride: usize, test: impl Fn(Rows<'_>, &[f64])) {
     test(Rows::bf16(&halves, stride), &exact);
 }
 
+/// Rows from `i` on.
+fn from<'a>(rows: Rows<'a>, i: usize) -> Rows<'a> {
+    let stride = rows.stride;
+    match rows.data {
+        Slice::F32(x) => Rows::f32(&x[i * stride..], stride),
+        Slice::F16(x) => Rows::f16(&x[i * stride..], stride),
+        Slice::BF16(x) => Rows::bf16(&x[i * stride..], stride),
+    }
+}
+
 #[test]
 fn scores() {
     crate::cpu::ops::tests::at_every_level(|| {
         for width in WIDTHS {
             for (heads, count, gap) in
-                [(1, 16, 0), (3, 5, 3), (9, 2, 1), (4, 1, 0), (2, 0, 0), (6, 37, 2)]
+                [(1, 16, 0), (3, 5, 3), (9, 2, 1), (4, 1, 0), (2, 0, 0), (6, 37, 2), (8, 32, 0)]
             {
                 let stride = width + gap;
                 let (x, q) = (values(37 * stride, 1), values(heads * width, 2));
@@ -52,11 +62,7 @@ fn scores() {
                         assert!((f64::from(got) - want).abs() < 2e-6 * (width as f64).sqrt());
                         // The same alone.
                         let mut one = [0.0];
-                        let rest = match rows.data {
-                            Slice::F32(x) => Rows::f32(&x[i * stride..], stride),
-                            Slice::F16(x) => Rows::f16(&x[i * stride..], stride),
-                            Slice::BF16(x) => Rows::bf16(&x[i * stride..], stride),
-                        };
+                        let rest = from(rows, i);
                         dot_rows(q, 1, rest, 1, &mut one, 1);
                         assert_eq!(one[0], got);
                     }
@@ -70,7 +76,9 @@ fn scores() {
 fn weighted_sums() {
     crate::cpu::ops::tests::at_every_level(|| {
         for width in WIDTHS {
-            for (heads, count, gap) in [(1, 16, 0), (3, 5, 3), (9, 2, 1), (4, 1, 0), (2, 0, 0)] {
+            for (heads, count, gap) in
+                [(1, 16, 0), (3, 5, 3), (9, 2, 1), (4, 1, 0), (2, 0, 0), (7, 14, 0)]
+            {
                 let stride = width + gap;
                 let p_stride = count + 1;
                 let (x, p) = (values(16 * stride, 3), values(heads * p_stride, 4));
@@ -89,11 +97,7 @@ fn weighted_sums() {
                     let mut parts = start.clone();
                     for i in 0..count {
                         for (h, acc) in parts.chunks_mut(width).enumerate() {
-                            let rest = match rows.data {
-                                Slice::F32(x) => Rows::f32(&x[i * stride..], stride),
-                                Slice::F16(x) => Rows::f16(&x[i * stride..], stride),
-                                Slice::BF16(x) => Rows::bf16(&x[i * stride..], stride),
-                            };
+                            let rest = from(rows, i);
                             accumulate_rows(&p[h * p_stride + i..][..1], 1, 1, rest, 1, acc);
                         }
                     }
@@ -141,4 +145,63 @@ fn rows_that_do_not_fit_are_refused() {
     refused(&|| dot_rows(&[0.0; 33], 2, Rows::f32(&x, 16), 4, &mut [0.0; 8], 4));
     refused(&|| accumulate_rows(&[0.0; 3], 4, 1, Rows::f32(&x, 16), 4, &mut [0.0; 16]));
     refused(&|| load_row(Rows::f32(&x, 16), usize::MAX, &mut [0.0; 16]));
+}
+
+#[test]
+fn what_is_asked_for_ahead_changes_nothing() {
+    crate::cpu::ops::tests::at_every_level(|| {
+        for (width, heads, count) in [(64, 3, 16), (33, 5, 21), (256, 1, 40), (1, 2, 3)] {
+            let (x, q) = (values(2 * 40 * width, 1), values(heads * width, 2));
+            with_each_type(&x, width, |rows, _| {
+                let later = [from(rows, 40), from(rows, 79), Rows::f32(&x[..1], 1), rows];
+                let (mut want, mut want_sums) = (vec![0.0; heads * count], q.clone());
+                dot_rows(&q, heads, rows, count, &mut want, count);
+                accumulate_rows(&want, count, heads, rows, count, &mut want_sums);
+                for later in later {
+                    let rows = rows.before(later);
+                    let (mut got, mut sums) = (vec![0.0; heads * count], q.clone());
+                    dot_rows(&q, heads, rows, count, &mut got, count);
+                    accumulate_rows(&got, count, heads, rows, count, &mut sums);
+                    assert_eq!((&got, &sums), (&want, &want_sums));
+                }
+            });
+        }
+    });
+}
+
+/// A key that is no number makes its own score none, and leaves the 15 that are added up with it alone;
+/// so do the greatest and the smallest that there are.
+#[test]
+fn a_row_of_any_value_changes_no_other_score() {
+    crate::cpu::ops::tests::at_every_level(|| {
+        for width in [16, 64, 100] {
+            let (mut x, q) = (values(33 * width, 1), values(3 * width, 2));
+            let mut want = vec![0.0; 3 * 33];
+            dot_rows(&q, 3, Rows::f32(&x, width), 33, &mut want, 33);
+            for odd in [f32::NAN, f32::INFINITY, f32::MAX, 1e-42, -0.0] {
+                for i in [0, 5, 15, 16, 31, 32] {
+                    let kept = x[i * width..][..width].to_vec();
+                    x[i * width..][..width].fill(odd);
+                    let mut got = vec![0.0; 3 * 33];
+                    dot_rows(&q, 3, Rows::f32(&x, width), 33, &mut got, 33);
+                    for (at, (got, want)) in got.iter().zip(&want).enumerate() {
+                        let (h, row) = (at / 33, at % 33);
+                        if row != i {
+                            assert_eq!(got, want, "row {row} beside {odd} in {i}");
+                            continue;
+                        }
+                        let sum: f64 = q[h * width..][..width].iter().map(|&q| f64::from(q)).sum();
+                        let exact = sum * f64::from(odd);
+                        match odd.is_finite() {
+                            // Sums may pass what float32 holds on the way: infinite or no number.
+                            true if odd == f32::MAX => {}
+                            true => assert!((f64::from(*got) - exact).abs() <= 1e-6),
+                            false => assert!(!got.is_finite(), "{got} of {odd}"),
+                        }
+                    }
+                    x[i * width..][..width].copy_from_slice(&kept);
+                }
+            }
+        }
+    });
 }

@@ -1,8 +1,7 @@
 //! Operations of each element by itself.
 
-use super::{load_filled, store_some};
 use crate::cpu::features::CpuFeatures;
-use crate::cpu::simd::{Kernel, LANES, Simd, dispatch, math};
+use crate::cpu::simd::{Kernel, Simd, dispatch, math};
 
 /// `x += y`; equal lengths.
 pub fn add_in_place(x: &mut [f32], y: &[f32]) {
@@ -45,9 +44,14 @@ impl<O: UnaryOp> Kernel for Unary<'_, O> {
 
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
-        for x in self.x.chunks_mut(LANES) {
-            let y = self.f.apply(s, load_filled(s, x, 0.0));
-            store_some(s, y, x);
+        let (whole, rest) = self.x.as_chunks_mut();
+        for x in whole {
+            let y = self.f.apply(s, s.load(x));
+            s.store(y, x);
+        }
+        if !rest.is_empty() {
+            let y = self.f.apply(s, s.load_part(rest));
+            s.store_part(y, rest);
         }
     }
 }
@@ -93,9 +97,14 @@ impl<O: BinaryOp> Kernel for Binary<'_, O> {
 
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
-        for (x, y) in self.x.chunks_mut(LANES).zip(self.y.chunks(LANES)) {
-            let result = O::apply(s, load_filled(s, x, 0.0), load_filled(s, y, 0.0));
-            store_some(s, result, x);
+        let ((whole, rest), (whole_y, rest_y)) = (self.x.as_chunks_mut(), self.y.as_chunks());
+        for (x, y) in whole.iter_mut().zip(whole_y) {
+            let result = O::apply(s, s.load(x), s.load(y));
+            s.store(result, x);
+        }
+        if !rest.is_empty() {
+            let result = O::apply(s, s.load_part(rest), s.load_part(rest_y));
+            s.store_part(result, rest);
         }
     }
 }

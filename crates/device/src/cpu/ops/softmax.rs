@@ -1,6 +1,6 @@
 //! Softmax, in whole or in parts, and the greatest element.
 
-use super::{load_filled, store_some};
+use super::load_filled;
 use crate::cpu::features::CpuFeatures;
 use crate::cpu::simd::{Kernel, LANES, Simd, dispatch, math};
 
@@ -52,11 +52,15 @@ impl Kernel for Max<'_> {
     #[inline(always)]
     fn run<S: Simd>(self, s: S) -> f32 {
         let mut maxima = [s.splat(f32::NEG_INFINITY); 4];
-        for four in self.x.chunks(4 * LANES) {
-            for (max, x) in maxima.iter_mut().zip(four.chunks(LANES)) {
-                // A NaN that comes first gives way to the other operand.
-                *max = s.max(load_filled(s, x, f32::NEG_INFINITY), *max);
+        let (fours, rest) = self.x.as_chunks::<{ 4 * LANES }>();
+        // A NaN that comes first gives way to the other operand.
+        for four in fours {
+            for (max, x) in maxima.iter_mut().zip(four.as_chunks().0) {
+                *max = s.max(s.load(x), *max);
             }
+        }
+        for (max, x) in maxima.iter_mut().zip(rest.chunks(LANES)) {
+            *max = s.max(load_filled(s, x, f32::NEG_INFINITY), *max);
         }
         let max = s.max(s.max(maxima[0], maxima[1]), s.max(maxima[2], maxima[3]));
         let mut lanes = [0.0; LANES];
@@ -79,10 +83,16 @@ impl Kernel for Exp<'_> {
     #[inline(always)]
     fn run<S: Simd>(self, s: S) -> f32 {
         let mut sums = s.splat(0.0);
-        for x in self.x.chunks_mut(LANES) {
-            let e = math::exp(s, load_filled(s, x, f32::NEG_INFINITY));
+        let (whole, rest) = self.x.as_chunks_mut();
+        for x in whole {
+            let e = math::exp(s, s.load(x));
             sums = s.add(sums, e);
-            store_some(s, e, x);
+            s.store(e, x);
+        }
+        if !rest.is_empty() {
+            let e = math::exp(s, load_filled(s, rest, f32::NEG_INFINITY));
+            sums = s.add(sums, e);
+            s.store_part(e, rest);
         }
         s.sum(sums)
     }
@@ -102,10 +112,16 @@ impl Kernel for Exponentials<'_> {
         // are NaN, taking 0 off keeps them.
         let base = s.splat(if max == f32::NEG_INFINITY { 0.0 } else { max });
         let mut sums = s.splat(0.0);
-        for x in self.x.chunks_mut(LANES) {
-            let e = math::exp(s, s.sub(load_filled(s, x, f32::NEG_INFINITY), base));
+        let (whole, rest) = self.x.as_chunks_mut();
+        for x in whole {
+            let e = math::exp(s, s.sub(s.load(x), base));
             sums = s.add(sums, e);
-            store_some(s, e, x);
+            s.store(e, x);
+        }
+        if !rest.is_empty() {
+            let e = math::exp(s, s.sub(load_filled(s, rest, f32::NEG_INFINITY), base));
+            sums = s.add(sums, e);
+            s.store_part(e, rest);
         }
         let sum = s.sum(sums);
         if sum.is_nan() {

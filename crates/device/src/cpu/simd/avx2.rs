@@ -31,6 +31,14 @@ macro_rules! both {
     ($f:path, $($x:ident),+) => { op!([$f($($x[0]),+), $f($($x[1]),+)]) };
 }
 
+/// Two vectors' halves, as the two shuffles pick them, added to each other.
+macro_rules! fold {
+    ($a:expr, $b:expr, $shuffle:ident, $first:literal, $second:literal) => {{
+        let (a, b) = ($a, $b);
+        op!(_mm256_add_ps($shuffle::<$first>(a, b), $shuffle::<$second>(a, b)))
+    }};
+}
+
 #[inline(always)]
 fn halves<T>(x: &[T; LANES]) -> (*const T, *const T) {
     let (low, high) = x.split_at(8);
@@ -194,29 +202,28 @@ impl Simd for Avx2 {
     }
 
     #[inline(always)]
-    fn sums(self, x: &[Self::F; LANES]) -> Self::F {
-        // As with registers twice as wide: there the first step is that of one vector here.
-        macro_rules! fold {
-            ($a:expr, $b:expr, $shuffle:ident, $first:literal, $second:literal) => {{
-                let (a, b) = ($a, $b);
-                _mm256_add_ps($shuffle::<$first>(a, b), $shuffle::<$second>(a, b))
-            }};
+    fn quarters(self, x: &[Self::F; 4]) -> Self::F {
+        let (mut low, high) =
+            ([x[0][0], x[1][0], x[2][0], x[3][0]], [x[0][1], x[1][1], x[2][1], x[3][1]]);
+        for (low, high) in low.iter_mut().zip(high) {
+            *low = op!(_mm256_add_ps(*low, high));
         }
-        op!({
-            let mut out = [_mm256_setzero_ps(); 2];
-            for (half, out) in out.iter_mut().enumerate() {
-                let mut four = [_mm256_setzero_ps(); 4];
-                for (j, four) in four.iter_mut().enumerate() {
-                    let [a, b] = [x[8 * half + j], x[8 * half + 4 + j]];
-                    let [a, b] = [_mm256_add_ps(a[0], a[1]), _mm256_add_ps(b[0], b[1])];
-                    *four = fold!(a, b, _mm256_permute2f128_ps, 0x20, 0x31);
-                }
-                let first = fold!(four[0], four[1], _mm256_shuffle_ps, 0x44, 0xee);
-                let second = fold!(four[2], four[3], _mm256_shuffle_ps, 0x44, 0xee);
-                *out = fold!(first, second, _mm256_shuffle_ps, 0x88, 0xdd);
-            }
-            out
-        })
+        let [a, b, c, d] = low;
+        [
+            fold!(a, b, _mm256_permute2f128_ps, 0x20, 0x31),
+            fold!(c, d, _mm256_permute2f128_ps, 0x20, 0x31),
+        ]
+    }
+
+    #[inline(always)]
+    fn sum_quarters(self, x: &[Self::F; 4]) -> Self::F {
+        let mut out = x[0];
+        for (half, out) in out.iter_mut().enumerate() {
+            let first = fold!(x[0][half], x[1][half], _mm256_shuffle_ps, 0x44, 0xee);
+            let second = fold!(x[2][half], x[3][half], _mm256_shuffle_ps, 0x44, 0xee);
+            *out = fold!(first, second, _mm256_shuffle_ps, 0x88, 0xdd);
+        }
+        out
     }
 
     #[inline(always)]

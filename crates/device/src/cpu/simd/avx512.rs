@@ -39,6 +39,14 @@ macro_rules! op {
     }};
 }
 
+/// Two vectors' halves, as the two shuffles pick them, added to each other.
+macro_rules! fold {
+    ($a:expr, $b:expr, $shuffle:ident, $first:literal, $second:literal) => {{
+        let (a, b) = ($a, $b);
+        op!(_mm512_add_ps($shuffle::<$first>(a, b), $shuffle::<$second>(a, b)))
+    }};
+}
+
 /// The methods that do not depend on VNNI.
 macro_rules! common {
     () => {
@@ -144,27 +152,18 @@ macro_rules! common {
         }
 
         #[inline(always)]
-        fn sums(self, x: &[__m512; LANES]) -> __m512 {
-            // Halves are added to halves as `sum` does it, of two vectors at a time, so that each step
-            // halves their number. The steps across a register separate vectors that are 4 apart.
-            macro_rules! fold {
-                ($a:expr, $b:expr, $shuffle:ident, $first:literal, $second:literal) => {{
-                    let (a, b) = ($a, $b);
-                    _mm512_add_ps($shuffle::<$first>(a, b), $shuffle::<$second>(a, b))
-                }};
-            }
-            op!({
-                let mut four = [_mm512_setzero_ps(); 4];
-                for (j, four) in four.iter_mut().enumerate() {
-                    let [a, b, c, d] = [x[j], x[4 + j], x[8 + j], x[12 + j]];
-                    let ab = fold!(a, b, _mm512_shuffle_f32x4, 0x44, 0xee);
-                    let cd = fold!(c, d, _mm512_shuffle_f32x4, 0x44, 0xee);
-                    *four = fold!(ab, cd, _mm512_shuffle_f32x4, 0x88, 0xdd);
-                }
-                let first = fold!(four[0], four[1], _mm512_shuffle_ps, 0x44, 0xee);
-                let second = fold!(four[2], four[3], _mm512_shuffle_ps, 0x44, 0xee);
-                fold!(first, second, _mm512_shuffle_ps, 0x88, 0xdd)
-            })
+        fn quarters(self, x: &[__m512; 4]) -> __m512 {
+            let [a, b, c, d] = *x;
+            let ab = fold!(a, b, _mm512_shuffle_f32x4, 0x44, 0xee);
+            let cd = fold!(c, d, _mm512_shuffle_f32x4, 0x44, 0xee);
+            fold!(ab, cd, _mm512_shuffle_f32x4, 0x88, 0xdd)
+        }
+
+        #[inline(always)]
+        fn sum_quarters(self, x: &[__m512; 4]) -> __m512 {
+            let first = fold!(x[0], x[1], _mm512_shuffle_ps, 0x44, 0xee);
+            let second = fold!(x[2], x[3], _mm512_shuffle_ps, 0x44, 0xee);
+            fold!(first, second, _mm512_shuffle_ps, 0x88, 0xdd)
         }
 
         #[inline(always)]

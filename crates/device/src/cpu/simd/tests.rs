@@ -82,7 +82,8 @@ impl Kernel for Sums {
     fn run<S: Simd>(self, s: S) -> Self::Output {
         let x = self.0.map(|x| s.load(&x));
         let mut together = [0.0; 16];
-        s.store(s.sums(&x), &mut together);
+        let quarters = std::array::from_fn(|j| s.quarters(&[x[j], x[4 + j], x[8 + j], x[12 + j]]));
+        s.store(s.sum_quarters(&quarters), &mut together);
         (together, x.map(|x| s.sum(x)))
     }
 }
