@@ -217,9 +217,28 @@ fn a_common_beginning_is_computed_once() {
     for chunk in [24, 512] {
         let mut engine = tiered(&format!("max_batch_tokens = {chunk}"), 256, "");
         assert_same(&run(&mut engine, all()), &want, "shared");
-        // Once what is common in whole pages (6 of 16), and of each what comes after.
-        let tail = 102 - 96;
-        assert!(engine.stats().prefill_tokens <= 96 + 12 * (tail + 2), "{:?}", engine.stats());
+        // Once what is common, and of each what comes after; decode steps count among them.
+        assert!(engine.stats().prefill_tokens <= 100 + 12 * (2 + 2), "{:?}", engine.stats());
         assert_clean(&engine);
+    }
+}
+
+#[test]
+fn a_long_common_prompt_costs_sixty_four_requests_what_it_costs_one() {
+    let common: Vec<u32> = reference()[0].prompt_ids.iter().cycle().take(1000).copied().collect();
+    let request = |i: u32| greedy([common.clone(), vec![40 + i, 50 + i, 7]].concat(), 1);
+    let load_with = |cache: &str| {
+        let lines = "kv_dtype = \"f32\"\nmax_model_len = 1200\nmax_batch_tokens = 512";
+        load(&config(lines, &format!("pages = 600\n{cache}"))).engine
+    };
+    let mut warm = load_with("");
+    let got = run(&mut warm, (0..64).map(request).collect());
+    let computed = warm.stats().prefill_tokens;
+    assert!(computed <= 1050 + 64 * 3, "{computed} tokens were computed");
+    assert_clean(&warm);
+    let some = [0, 1, 63];
+    let want = run(&mut load_with("prefix_cache = false"), some.map(request).into());
+    for (i, want) in some.into_iter().zip(&want) {
+        assert_same(&got[i as usize..][..1], std::slice::from_ref(want), "shared");
     }
 }

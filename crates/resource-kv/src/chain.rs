@@ -37,6 +37,8 @@ pub(crate) struct Chain {
     behind: bool,
     /// Tokens that the stream took over from the cache.
     pub(crate) adopted: u32,
+    /// Tokens of the lease's last page, where that is a copy of a page that goes on differently; else 0.
+    pub(crate) part: u32,
     /// The root, then links of pages whose tokens are known, as far as they were needed. Empty where
     /// no tokens are known.
     links: Vec<Link>,
@@ -206,7 +208,47 @@ impl Chain {
         len.min(self.tokens.len()) / self.page_size
     }
 
-    /// Pages that can be skipped: at least one token is left to compute.
+    /// Tokens that the lease holds.
+    pub(crate) fn leased(&self) -> u32 {
+        let pages = self.lease.len() as u32;
+        match self.part {
+            0 => pages * self.page_size,
+            part => (pages - 1) * self.page_size + part,
+        }
+    }
+
+    /// The link of the first `pages` pages, which [`Chain::extend_links`] has made, and the tokens after
+    /// them.
+    pub(crate) fn after(&mut self, pages: u32) -> Option<(&Link, &[u32])> {
+        let rest = self.tokens.all().get((pages * self.page_size) as usize..)?;
+        Some((self.links.get(pages as usize)?, rest))
+    }
+
+    /// Tokens of a page whose link is there, and the link of the one before it.
+    #[inline]
+    pub(crate) fn page(&mut self, page: u32) -> Option<(&Link, &[u32])> {
+        let size = self.page_size as usize;
+        let tokens = self.tokens.all().get(page as usize * size..(page as usize + 1) * size)?;
+        Some((self.links.get(page as usize)?, tokens))
+    }
+
+    /// The link of the prompt's last whole page, and the first token after it, if any.
+    pub(crate) fn end_of_prompt(&mut self) -> Option<(&Link, u32)> {
+        let (link, rest) = self.after(self.prompt_pages())?;
+        Some((link, *rest.first()?))
+    }
+
+    /// Whole pages of the prompt.
+    pub(crate) fn prompt_pages(&self) -> u32 {
+        self.prompt.checked_div(self.page_size).unwrap_or(0)
+    }
+
+    /// Whether there are tokens to skip: at least one is left to compute.
+    pub(crate) fn can_skip(&self) -> bool {
+        self.keyed && self.tokens.len() > 1
+    }
+
+    /// Whole pages that can be skipped.
     pub(crate) fn skippable_pages(&self) -> u32 {
         match self.keyed {
             true => self.tokens.len().saturating_sub(1) / self.page_size,

@@ -17,6 +17,7 @@
 //! | `pool` | which page is free, how many owners the others have, and which are kept for what they hold |
 //! | `keys`, `index` | what a page holds, as a digest, and the page that has it |
 //! | `tokens`, `chain`, `prefix` | the known tokens of a request, and sharing the pages of those that begin alike |
+//! | `branches` | where prompts part within a page |
 //! | `overrides` | what a request may say to the cache |
 //! | `stream` | streams of requests |
 //! | `step`, `rows` | what a step in flight has reserved; its segments as columns |
@@ -36,6 +37,7 @@
 mod admit;
 mod audit;
 mod board;
+mod branches;
 mod cache;
 mod chain;
 mod commit;

@@ -124,18 +124,19 @@ impl State {
         request: RequestId,
         walk: WalkId,
     ) -> Option<u32> {
-        let prefix = shared.prefix.get().filter(|p| p.covers(walk))?;
+        shared.prefix.get().filter(|p| p.covers(walk))?;
         let (stream, chain) = self.requests.main_and_chain(request)?;
         if !chain.lease.is_empty() {
-            return Some(chain.lease.len() as u32 * prefix.page_size);
+            return Some(chain.leased());
         }
         if stream.next_len() > 0 {
             return Some(chain.adopted);
         }
-        let most = chain.skippable_pages();
-        if most == 0 {
+        // It may be off the device, with pages and no tokens.
+        if stream.in_flight > 0 || !chain.can_skip() {
             return None;
         }
+        let most = chain.skippable_pages();
         chain.extend_links(most);
         let mut lease = std::mem::take(&mut chain.lease);
         loop {
@@ -155,14 +156,14 @@ impl State {
             let missing: Vec<Key> = chain.keys(lease.len() as u32, most).collect();
             self.lease_from_tiers(shared, &missing, &mut lease);
         }
-        let found = lease.len() as u32;
-        if let Some(chain) = self.requests.chain_mut(request) {
-            chain.lease = lease;
-        }
+        let part = self.lease_part(shared, request, &mut lease);
+        let chain = self.requests.chain_mut(request)?;
+        (chain.lease, chain.part) = (lease, part);
+        let found = chain.leased();
         self.prefix_use.lookups += 1;
         self.prefix_use.hits += u64::from(found > 0);
-        self.prefix_use.hit_tokens += u64::from(found * prefix.page_size);
-        (found > 0).then_some(found * prefix.page_size)
+        self.prefix_use.hit_tokens += u64::from(found);
+        (found > 0).then_some(found)
     }
 
     /// Goes on with a lease for as long as the pool or a tier has the pages with these keys.
@@ -205,7 +206,7 @@ impl State {
         if matched == chain.adopted && chain.lease.is_empty() && stream.next_len() == matched {
             return Ok(());
         }
-        let held = chain.lease.len() as u32 * size;
+        let held = chain.leased();
         let fault = if stream.next_len() > 0 || stream.in_flight > 0 {
             Some(ResourceError::wrong_state(format!(
                 "request {request} is to skip {matched} tokens, but its stream has begun"
@@ -225,9 +226,15 @@ impl State {
             self.return_lease(shared, request);
             return Err(fault);
         }
+        let whole = (matched / size) as usize;
         // A page in the middle of which the stream goes on is written to, so it needs its own.
+        let has_own = chain.part > 0 && whole + 1 == chain.lease.len();
         let own = match matched % size {
             0 => None,
+            _ if has_own => {
+                chain.part = 0;
+                chain.lease.pop()
+            }
             _ => match self.take_one(shared) {
                 Some(page) => Some(page),
                 None => {
@@ -239,10 +246,12 @@ impl State {
         let held = self.requests.get(id).map_or(0, |s| s.pages.len());
         self.release_range(shared, id, 0..held);
         let Some((stream, chain)) = self.requests.main_and_chain(request) else { return Ok(()) };
-        let whole = (matched / size) as usize;
         stream.pages.extend(chain.lease.drain(..whole));
         if let Some(own) = own {
-            let copied = shared.memory.copy_page(chain.lease[0], own);
+            let copied = match chain.lease.first().filter(|_| !has_own) {
+                Some(&from) => shared.memory.copy_page(from, own),
+                None => Ok(()),
+            };
             stream.pages.push(own);
             copied?;
         }
@@ -262,6 +271,7 @@ impl State {
             return;
         }
         let mut lease = std::mem::take(&mut chain.lease);
+        chain.part = 0;
         self.release(shared, &mut lease);
     }
 
@@ -291,7 +301,7 @@ impl State {
 
     /// Indexes the pages that have become whole.
     pub(crate) fn index_ended(&mut self) {
-        let State { requests, pool, ended, .. } = self;
+        let State { requests, pool, ended, branches, .. } = self;
         for request in ended.drain(..) {
             let Some((stream, chain)) = requests.main_and_chain(request) else { continue };
             if !chain.has_ended_page(stream.len) {
@@ -313,6 +323,11 @@ impl State {
                     break;
                 }
                 first -= 1;
+            }
+            for page in first..whole {
+                if let Some((parent, tokens)) = chain.page(page) {
+                    branches.note(parent, tokens);
+                }
             }
             let own = &stream.pages[first as usize..whole as usize];
             for (key, &page) in chain.keys(first, whole).zip(own) {

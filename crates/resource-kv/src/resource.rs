@@ -155,10 +155,11 @@ impl Resource for Kv {
             if shared.prefix.set(prefix).is_err() {
                 return Err(ResourceError::wrong_state("the prefix cache is open already"));
             }
+            state.branches.open(shared, state.pool.usable()).map_err(no_memory)?;
             state.pool.open_index().map_err(no_memory)
         })?;
         let (key, host) = (&self.shared.key, &self.shared.host);
-        let message = format!("{key}: prefixes are cached from {size} tokens on, by whole pages");
+        let message = format!("{key}: prefixes are cached from {size} tokens on, a page at a time");
         host.log(level::INFO, "kv", &message);
         host.gauge(key, "prefix_smallest_tokens", f64::from(size));
         Ok(true)

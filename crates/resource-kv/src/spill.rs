@@ -21,6 +21,14 @@ impl State {
 
     /// Brings the page with this key back from a tier. It has one owner then, and is indexed.
     pub(crate) fn restore(&mut self, shared: &Shared, key: Key) -> Option<u32> {
+        let page = self.read_back(shared, key)?;
+        self.pool.insert(key, page);
+        self.tiers.restored += 1;
+        Some(page)
+    }
+
+    /// A page of one owner with what a tier has under this key.
+    pub(crate) fn read_back(&mut self, shared: &Shared, key: Key) -> Option<u32> {
         let slot = self.tiers.find(key)?;
         // Making room below must not drop it.
         self.tiers.hold(slot);
@@ -29,12 +37,8 @@ impl State {
             let mut take = |bytes: &[u8]| shared.memory.write_page(page, bytes);
             self.tiers.store(slot).get(slot.at, Some(key), &mut take)
         };
-        let restored = match page.map(|page| (page, read(page))) {
-            Some((page, Ok(()))) => {
-                self.pool.insert(key, page);
-                self.tiers.restored += 1;
-                Some(page)
-            }
+        let filled = match page.map(|page| (page, read(page))) {
+            Some((page, Ok(()))) => Some(page),
             Some((page, Err(_))) => {
                 self.pool.put_back(page);
                 self.tiers.forget(slot);
@@ -43,6 +47,6 @@ impl State {
             None => None,
         };
         self.tiers.let_go(slot);
-        restored
+        filled
     }
 }

@@ -9,6 +9,7 @@ use resource_api::{
 };
 
 use crate::board::Board;
+use crate::branches::Branches;
 use crate::chain::{Chain, LinkBatch};
 use crate::geometry::PageSize;
 use crate::handover::{Handovers, Transfer};
@@ -96,6 +97,8 @@ pub(crate) struct State {
     /// kept for its memory.
     pub(crate) ended: Vec<RequestId>,
     pub(crate) prefix_use: PrefixUse,
+    /// Where prompts part within a page.
+    pub(crate) branches: Branches,
     /// Evictions that the host's counter lacks: a step does not wait for the host's metrics.
     pub(crate) untold_evictions: u64,
     /// Pages that are not in the pool.
@@ -106,7 +109,7 @@ pub(crate) struct State {
     pub(crate) handovers: Handovers,
     /// Streams without a request.
     pub(crate) sessions: Sessions,
-    page_size: u32,
+    pub(crate) page_size: u32,
     tables: u64,
 }
 
@@ -130,6 +133,7 @@ impl State {
             ended: Vec::new(),
             links: LinkBatch::default(),
             prefix_use: PrefixUse::default(),
+            branches: Branches::default(),
             untold_evictions: 0,
             tiers: Tiers::default(),
             journeys: Journeys::default(),
@@ -250,6 +254,9 @@ impl State {
         self.cancel_journey(shared, request);
         self.forget_handover(shared, request);
         self.return_lease(shared, request);
+        if free {
+            self.keep_end(request);
+        }
         if let Some((_, chain)) = self.requests.main_and_chain(request) {
             chain.restart();
         }

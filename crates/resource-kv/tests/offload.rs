@@ -300,6 +300,39 @@ fn evicted_prefixes_fall_to_host_memory_and_come_back_by_key() {
 }
 
 #[test]
+fn a_request_that_is_away_without_tokens_is_found_no_prefix() {
+    let mut run = Run::new(16, r#""host_pages": 8"#);
+    run.prompt(0, &tokens(0..9));
+    run.ingest(1, &tokens(0..9));
+    run.feed(1, 0, &[0, 1]);
+    run.cache.resource.reset_request(rid(1), false).unwrap();
+    assert_eq!(run.offload(1), 1, "it has kept its page");
+    let resolve =
+        |run: &Run| run.cache.resource.resolve_cached_prefix(rid(1), NodeId(0), WalkId(0)).unwrap();
+    assert_eq!(resolve(&run), None);
+    assert!(run.reload(1));
+    assert_eq!(resolve(&run), Some(8));
+}
+
+#[test]
+fn what_prompts_have_in_common_within_a_page_comes_from_a_tier_too() {
+    let mut run = Run::new(4, r#""host_pages": 8"#);
+    run.prompt(0, &tokens(0..12));
+    run.end(0);
+    run.prompt(1, &tokens(50..66));
+    run.end(1);
+    let parted = [tokens(0..7), vec![90, 91]].concat();
+    assert_eq!(run.prompt(2, &parted), 7);
+    run.end(2);
+    // What fell there whole is as it was.
+    run.prompt(3, &tokens(50..66));
+    run.end(3);
+    assert_eq!(run.prompt(4, &tokens(0..13)), 12);
+    run.end(4);
+    assert_eq!(run.free(), 4);
+}
+
+#[test]
 fn a_file_serves_prefixes_to_the_next_process() {
     let dir = tempfile::tempdir().unwrap();
     let file = dir.path().join("pages");
