@@ -101,6 +101,8 @@ pub struct Engine {
     model: ModelFacts,
     limits: EngineLimits,
     node_id: NodeId,
+    /// The node's resources.
+    own: Vec<usize>,
     prefill: WalkId,
     decode: WalkId,
     /// What all state depends on beside its request.
@@ -180,6 +182,7 @@ impl Engine {
             model,
             limits,
             node_id,
+            own,
             prefill: WalkId(prefill),
             decode: WalkId(decode),
             root: [0; 32],
@@ -218,8 +221,7 @@ impl Engine {
     /// Prepares the resources that `is_new` names, after they were built and attached.
     fn warm_up(&mut self, is_new: impl Fn(&str) -> bool) -> Result<()> {
         let resources = self.runner.resources().clone();
-        let own = resources.of_node(self.node.name());
-        let root = prefix_root(&self.model.identity, &resources, &own);
+        let root = prefix_root(&self.model.identity, &resources, &self.own);
         self.root = root;
         let (write, decode) = (self.prefill, self.decode);
         let walks = PrefixWalk { label: LabelId::MAIN, write, decode };
@@ -334,7 +336,8 @@ impl Engine {
                 request.in_step = 0;
             }
         }
-        let (runner, node, walk) = (&self.runner, self.node_id, self.prefill);
+        let (runner, own) = (&self.runner, &self.own);
+        let (node, walk) = (self.node_id, self.prefill);
         let (stats, sessions, mut aside) = (&mut self.stats, &mut self.sessions, false);
         let (eos, max_len) = (&self.model.eos, self.limits.max_model_len as usize);
         let mut ended = Vec::new();
@@ -346,7 +349,7 @@ impl Engine {
                     ended.push((request.rid, reason));
                     return Join::Gone;
                 }
-                let arrived = arrive(runner.resources(), request, node, walk);
+                let arrived = arrive(runner.resources().only(own), request, node, walk);
                 let join = arrived.unwrap_or_else(|why| {
                     failed.push((request.rid, Failure::new(ErrorKind::Internal, why)));
                     Join::Gone
@@ -360,10 +363,10 @@ impl Engine {
                 return join;
             }
             sessions::resume(runner.resources(), sessions, request);
-            match skip_cached_prefix(runner.resources(), request, node, walk) {
+            match skip_cached_prefix(runner.resources().only(own), request, node, walk) {
                 Ok(()) => Join::Runs,
                 Err(e) => {
-                    failed.push((request.rid, Failure::new(e.kind().into(), e.to_string())));
+                    failed.push((request.rid, Failure::from(&e)));
                     Join::Gone
                 }
             }
@@ -381,8 +384,8 @@ impl Engine {
             std::thread::sleep(Duration::from_micros(200));
         }
         if self.work.ask.turns.is_empty() {
-            // Nobody runs whose end could make room for those that are off the device.
-            let is_stuck = self.held.is_empty() && self.scheduler.running() == 0;
+            // Nobody runs or arrives whose end could make room for those that wait for it.
+            let is_stuck = self.held.is_empty() && self.scheduler.running() == 0 && !aside;
             if is_stuck && self.recall().is_some() {
                 return self.next_step();
             }

@@ -267,6 +267,14 @@ impl ResourceSet {
     pub fn of_node(&self, node: &str) -> Vec<usize> {
         (0..self.entries.len()).filter(|&i| self.entries[i].nodes.contains(node)).collect()
     }
+
+    /// The resources with these indices.
+    pub(crate) fn only<'a>(
+        &'a self,
+        indices: &'a [usize],
+    ) -> impl Iterator<Item = &'a Entry> + Clone {
+        indices.iter().map(|&i| &self.entries[i])
+    }
 }
 
 impl Entry {

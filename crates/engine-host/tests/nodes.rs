@@ -118,6 +118,34 @@ fn a_request_under_another_label_takes_nothing_from_what_main_has_cached() {
 }
 
 #[test]
+fn a_session_is_taken_up_under_the_labels_that_it_has() {
+    let both = json!({"needed": ["main", "uncond"]});
+    let parts = json!({"per_node_walk": {"decoder": {"prefill": ["main", "uncond"]}}});
+    let plain = json!({});
+    let talk = |prompt: &[u32], labels: &serde_json::Value| {
+        let session = Some("talk".to_owned());
+        GenerateRequest { session, ..labelled(prompt, 4, labels.clone()) }
+    };
+    let first = text(5, 9);
+    let go_on = |labels: &serde_json::Value, then: &serde_json::Value, cut: usize| {
+        let mut engine = Setup { prefix_cache: false, ..Setup::default() }.build();
+        let said = run(&mut engine, vec![talk(&first, labels)]).remove(0).tokens;
+        let mut second = [&first[..], &said, &[3, 4]].concat();
+        second.truncate(second.len() - cut);
+        let got = run(&mut engine, vec![talk(&second, then)]).remove(0);
+        let alone = run(&mut Setup::default().build(), vec![labelled(&second, 4, then.clone())]);
+        assert_eq!(got.tokens, alone[0].tokens, "{labels} and then {then}, but {cut}");
+        got.cached()
+    };
+    // 9 tokens and three of four that were generated.
+    assert_eq!([go_on(&plain, &plain, 0), go_on(&plain, &plain, 4)], [12, 10]);
+    assert_eq!([go_on(&both, &both, 0), go_on(&both, &both, 4)], [12, 0], "whole or not at all");
+    for (labels, then) in [(&plain, &both), (&both, &plain), (&parts, &parts), (&both, &parts)] {
+        assert_eq!(go_on(labels, then, 0), 0, "{labels} and then {then}");
+    }
+}
+
+#[test]
 fn wrong_labels_are_refused_before_anything_is_taken_in() {
     let limits = EngineLimits { max_batch: 4, max_batch_tokens: 2, max_model_len: 64 };
     let mut engine = Setup { limits, ..Setup::default() }.build();

@@ -9,7 +9,7 @@ use serde_json::{Map, Value, json};
 use super::Engine;
 use crate::error::{Error, ErrorKind, Result};
 use crate::request::{Tracked, Usage};
-use crate::resources::ResourceSet;
+use crate::resources::Entry;
 use crate::scheduler::Join;
 
 /// Version of a handover's text form.
@@ -122,16 +122,16 @@ pub(crate) struct Arriving {
     state: BTreeMap<String, PublishedInfo>,
 }
 
-/// Asks every resource whether what was published about the request is there.
-pub(super) fn arrive(
-    resources: &ResourceSet,
+/// Asks the node's resources whether what was published about the request is there.
+pub(super) fn arrive<'a>(
+    own: impl Iterator<Item = &'a Entry>,
     request: &mut Tracked,
     node: NodeId,
     walk: WalkId,
 ) -> std::result::Result<Join, String> {
     let Some(arriving) = &request.arriving else { return Ok(Join::Runs) };
     let mut ready = true;
-    for entry in resources.entries() {
+    for entry in own {
         let published = arriving.state.get(&entry.key);
         let outcome = entry.resource().admit_retrieve(request.rid, node, walk, published);
         let outcome = outcome.map_err(|e| format!("resource `{}`: {e}", entry.key))?;
@@ -164,7 +164,7 @@ impl Engine {
             return Err(Error::new(ErrorKind::NotFound, message));
         };
         let mut state = BTreeMap::new();
-        for entry in self.resources().entries() {
+        for entry in self.resources().only(&self.own) {
             let info = entry.resource().publish(rid).map_err(|e| {
                 Error::new(ErrorKind::from(e.kind()), format!("resource `{}`: {e}", entry.key))
             })?;
@@ -217,7 +217,7 @@ impl Engine {
 
     /// Tells the resources what was generated elsewhere, and gives what the request then waits for.
     pub(super) fn take_over(&self, rid: RequestId, handover: &Handover) -> Result<Arriving> {
-        for entry in self.resources().entries() {
+        for entry in self.resources().only(&self.own) {
             let told = entry.resource().extend_prefix_chain(
                 rid,
                 self.node_id,

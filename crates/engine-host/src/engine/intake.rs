@@ -242,14 +242,17 @@ pub(super) fn prefix_root(identity: &[u8; 32], resources: &ResourceSet, own: &[u
     *hash.finalize().as_bytes()
 }
 
-/// Asks every resource of the node how much of the request it holds already, and has all of them
-/// skip what all can. At least one token is left to compute.
-pub(super) fn skip_cached_prefix(
-    resources: &ResourceSet,
+/// Asks the node's resources how much of the request they hold already, and has all of them skip what
+/// all can. At least one token is left to compute.
+///
+/// # Errors
+/// What a resource fails with, which is the failure of this request alone.
+pub(super) fn skip_cached_prefix<'a>(
+    own: impl Iterator<Item = &'a Entry> + Clone,
     request: &mut Tracked,
     node: NodeId,
     walk: WalkId,
-) -> resource_api::Result<()> {
+) -> Result<()> {
     if request.prefix_resolved || request.computed > 0 {
         return Ok(());
     }
@@ -260,9 +263,14 @@ pub(super) fn skip_cached_prefix(
         return Ok(());
     }
     let rid = request.rid;
+    let within = |entry: &Entry, method: &str, e: ResourceError| {
+        Error::from(e.within(format!("resource `{}`, {method}", entry.key)))
+    };
     let (mut agreed, mut longest) = (None::<u32>, 0);
-    for entry in resources.entries() {
-        if let Some(len) = entry.resource().resolve_cached_prefix(rid, node, walk)? {
+    for entry in own.clone() {
+        let found = entry.resource().resolve_cached_prefix(rid, node, walk);
+        let found = found.map_err(|e| within(entry, "resolve_cached_prefix", e))?;
+        if let Some(len) = found {
             if len as usize > request.tokens.len() {
                 return Err(too_long_a_prefix(entry, len, request.tokens.len()));
             }
@@ -274,8 +282,9 @@ pub(super) fn skip_cached_prefix(
     let Some(matched) = agreed.filter(|_| longest > 0) else { return Ok(()) };
     let matched = matched.min(request.tokens.len() as u32 - 1);
     let inputs = PrefixInputs::new(&request.tokens);
-    for entry in resources.entries() {
-        entry.resource().apply_cached_prefix(rid, node, walk, &inputs, matched)?;
+    for entry in own {
+        let applied = entry.resource().apply_cached_prefix(rid, node, walk, &inputs, matched);
+        applied.map_err(|e| within(entry, "apply_cached_prefix", e))?;
     }
     request.computed = matched as usize;
     request.cached = request.cached.max(request.computed.min(request.prompt_len));
@@ -283,14 +292,14 @@ pub(super) fn skip_cached_prefix(
 }
 
 #[cold]
-fn too_long_a_prefix(entry: &Entry, len: u32, tokens: usize) -> ResourceError {
+fn too_long_a_prefix(entry: &Entry, len: u32, tokens: usize) -> Error {
     let message = format!(
         "resource `{}` (kind {}, plugin {}), resolve_cached_prefix: it has {len} tokens of a request \
          of {tokens}; this is a fault of the plugin",
         entry.key, entry.kind, entry.plugin
     );
     entry.account.suspect(&message);
-    ResourceError::internal(message)
+    Error::new(ErrorKind::Internal, message)
 }
 
 #[cfg(test)]
@@ -390,8 +399,8 @@ mod tests {
         Tracked::plain(RequestId::new(0, 1), vec![7; 100])
     }
 
-    fn skip(set: &ResourceSet, request: &mut Tracked) -> resource_api::Result<()> {
-        skip_cached_prefix(set, request, NodeId(0), WalkId(0))
+    fn skip(set: &ResourceSet, request: &mut Tracked) -> Result<()> {
+        skip_cached_prefix(set.entries().iter(), request, NodeId(0), WalkId(0))
     }
 
     fn applied(set: &ResourceSet) -> Vec<String> {
@@ -429,7 +438,8 @@ mod tests {
         skip(&set, &mut request).unwrap();
         assert_eq!(request.computed, 99);
         let (set, mut request) = (resources(&[json!({"answer": 48, "refuses": true})]), tracked());
-        assert_eq!(skip(&set, &mut request).unwrap_err().message(), "not this one");
+        let said = skip(&set, &mut request).unwrap_err().to_string();
+        assert_eq!(said, "resource `r0`, apply_cached_prefix: not this one");
         assert_eq!(request.computed, 0);
     }
 

@@ -132,6 +132,7 @@ fn return_to(resources: &ResourceSet, rid: RequestId) -> Option<bool> {
 /// Empties a request's state in all resources; it is computed again from its tokens.
 pub(super) fn start_anew(resources: &ResourceSet, request: &mut Tracked) {
     (request.computed, request.prefix_resolved, request.offloaded) = (0, false, false);
+    request.arriving = None;
     for entry in resources.entries().iter().rev() {
         if let Err(e) = entry.resource().reset_request(request.rid, true) {
             tracing::error!(resource = entry.key, "reset_request failed: {e}");
@@ -194,11 +195,17 @@ impl Engine {
         }
     }
 
-    /// Has the youngest request that is off the device start anew, so that what it still shares there can
-    /// be freed. `None` when none is.
+    /// Has the youngest request that waits with state of its own start anew, so that its pages can be
+    /// freed: one that is off the device, which may share some there, before one that is on it, and that
+    /// before one whose state arrives. `None` when there is none.
     pub(super) fn recall(&mut self) -> Option<RequestId> {
-        let is_away = |rid: &RequestId| self.requests.get(*rid).is_some_and(|r| r.offloaded);
-        let rid = self.scheduler.youngest_first().find(is_away)?;
+        let kinds: [fn(&Tracked) -> bool; 3] =
+            [|r| r.offloaded, |r| r.computed > 0, |r| r.arriving.is_some()];
+        let youngest = |is: &fn(&Tracked) -> bool| {
+            let mut waiting = self.scheduler.youngest_first();
+            waiting.find(|&rid| self.requests.get(rid).is_some_and(is))
+        };
+        let rid = kinds.iter().find_map(youngest)?;
         let request = self.requests.get_mut(rid)?;
         start_anew(self.runner.resources(), request);
         self.stats.preemptions += 1;

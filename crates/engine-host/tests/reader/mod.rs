@@ -16,8 +16,9 @@ use engine_host::resources::{BuildInfo, ResourceSet, Wanted};
 use engine_host::services::Services;
 use model::{Node, NodeResources, StepInput, StepOutput};
 use resource_api::{
-    DType, Device, EngineLimits, KvCache, KvCacheHandle, KvPlan, LabelId, NodeResourceSpec,
-    RequestId, Resource, Sampler, SamplerHandle, StepContext, StepId, TensorView, TensorViewMut,
+    DType, Device, EngineLimits, KindHandle, KvCache, KvCacheHandle, KvPlan, LabelId,
+    NodeResourceSpec, RequestId, Resource, Sampler, SamplerHandle, StepContext, StepId, TensorView,
+    TensorViewMut,
 };
 use serde_json::{Map, Value, json};
 
@@ -203,7 +204,7 @@ pub fn read(kv: &KvCacheHandle, plan: &KvPlan, row: usize) -> resource_api::Resu
     Ok(tokens)
 }
 
-fn mix(x: u64) -> u64 {
+pub fn mix(x: u64) -> u64 {
     let x = (x ^ (x >> 30)).wrapping_add(0x9e37_79b9_7f4a_7c15).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     x ^ (x >> 27)
 }
@@ -241,6 +242,10 @@ pub struct Setup {
     pub meanwhile: Option<Meanwhile>,
     /// Further settings of the cache.
     pub kv: Value,
+    /// Further resources: key, kind, settings.
+    pub beside: Vec<(&'static str, &'static str, Value)>,
+    /// Kinds of those that no plugin has.
+    pub kinds: Vec<KindHandle>,
 }
 
 impl Default for Setup {
@@ -255,6 +260,8 @@ impl Default for Setup {
             eos: Vec::new(),
             meanwhile: None,
             kv: json!({}),
+            beside: Vec::new(),
+            kinds: Vec::new(),
         }
     }
 }
@@ -278,6 +285,14 @@ pub fn resources(
     list: &[(&str, &str, &[&str], Value)],
     limits: EngineLimits,
 ) -> (Arc<ResourceSet>, Arc<Services>) {
+    resources_of(registry(), list, limits)
+}
+
+fn resources_of(
+    registry: &Registry,
+    list: &[(&str, &str, &[&str], Value)],
+    limits: EngineLimits,
+) -> (Arc<ResourceSet>, Arc<Services>) {
     let wanted = |(key, kind, nodes, settings): &(&str, &str, &[&str], Value)| Wanted {
         spec: NodeResourceSpec {
             resource_key: key.to_string(),
@@ -297,7 +312,7 @@ pub fn resources(
         limits,
     };
     let all = list.iter().map(wanted).collect();
-    let set = ResourceSet::build(registry(), all, &info, services.clone());
+    let set = ResourceSet::build(registry, all, &info, services.clone());
     (Arc::new(set.unwrap_or_else(|e| panic!("{e}"))), services)
 }
 
@@ -316,13 +331,23 @@ impl Setup {
         let further = self.kv.as_object().unwrap().clone();
         kv.as_object_mut().unwrap().extend(further);
         let own = &["decoder"][..];
-        let all = [
+        let mut all = vec![
             ("main_kv", "kv", own, kv),
             ("attn", "attention", own, json!({ "kv_cache": "main_kv" })),
             ("pos", "positions", own, json!({ "kv_cache": "main_kv", "rotary_dim": DIM })),
             ("sampler", "sampler", own, json!({ "vocab_size": VOCAB })),
         ];
-        let (set, services) = resources(&all, self.limits);
+        all.extend(
+            self.beside.iter().map(|(key, kind, settings)| (*key, *kind, own, settings.clone())),
+        );
+        let (set, services) = match self.kinds.is_empty() {
+            true => resources(&all, self.limits),
+            false => {
+                let mut registry = new_registry();
+                self.kinds.iter().for_each(|kind| registry.link(kind.clone()));
+                resources_of(&registry, &all, self.limits)
+            }
+        };
         let facts = ModelFacts { eos: self.eos.clone(), vocab: VOCAB, identity: [7; 32] };
         let meanwhile = self.meanwhile.clone();
         let node = Reader { meanwhile, runs_ahead: self.run_ahead, ..Reader::default() };
