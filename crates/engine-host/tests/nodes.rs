@@ -104,6 +104,46 @@ fn labels_may_differ_from_walk_to_walk() {
 }
 
 #[test]
+fn the_walk_is_asked_for_labels_before_the_node_and_that_before_the_request() {
+    let all = [
+        (json!({}), vec![("main", 11)]),
+        (json!({"needed": ["r"]}), vec![("r", 11)]),
+        (json!({"needed": ["r"], "per_node": {"decoder": ["n"]}}), vec![("n", 11)]),
+        (
+            json!({
+                "needed": ["r"],
+                "per_node": {"decoder": ["n", "main"]},
+                "per_node_walk": {"decoder": {"prefill": ["p"]}}
+            }),
+            vec![("main", 2), ("n", 2), ("p", 9)],
+        ),
+        (
+            json!({"needed": ["r"], "per_node_walk": {"decoder": {"decode": ["d"]}}}),
+            vec![("d", 2), ("r", 9)],
+        ),
+    ];
+    for preplan in [true, false] {
+        let mut engine = Setup { preplan, ..Setup::default() }.build();
+        for (labels, want) in &all {
+            let rid = engine.submit(labelled(&text(2, 9), 8, labels.clone())).unwrap();
+            for _ in 0..3 {
+                engine.step();
+            }
+            let (_, kv) = engine.resources().find("main_kv").unwrap();
+            let told: serde_json::Value = serde_json::from_str(&kv.resource().inspect()).unwrap();
+            let streams = told["streams"].as_array().unwrap().iter();
+            let mut got: Vec<(&str, u64)> = streams
+                .map(|s| (s["label"].as_str().unwrap(), s["tokens"].as_u64().unwrap()))
+                .filter(|&(_, tokens)| tokens > 0)
+                .collect();
+            got.sort_unstable();
+            assert_eq!(got, *want, "{labels}");
+            engine.cancel(rid);
+        }
+    }
+}
+
+#[test]
 fn a_request_under_another_label_takes_nothing_from_what_main_has_cached() {
     let mut engine = Setup::default().build();
     let prompt = text(3, 17);

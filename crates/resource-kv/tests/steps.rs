@@ -199,6 +199,59 @@ fn rolling_back_gives_back_in_the_same_order_and_only_once() {
 }
 
 #[test]
+fn a_rollback_after_its_request_went_frees_nothing_twice() {
+    for planned in [false, true] {
+        let cache = cache(4, 6, 24);
+        (0..2).for_each(|slot| cache.ingest(slot));
+        run(&cache, &Step::new(1, &[(0, 0, 3), (1, 0, 3)]), &count(0, 6));
+        let step = Step::new(2, &[(0, 0, 5), (1, 0, 5)]);
+        assert!(cache.admit(&step).is_ready());
+        if planned {
+            cache.plan(&step).unwrap();
+        }
+        cache.resource.remove_request(rid(0)).unwrap();
+        cache.conserved();
+        // The slot's next owner has pages by then, perhaps the very same.
+        let next = RequestId::new(0, 2);
+        cache.resource.ingest_request(next, &RequestOverrides::new("", &[], 0)).unwrap();
+        let mut own = Step::new(3, &[(0, 0, 7)]);
+        own.request[0] = next;
+        run(&cache, &own, &count(20, 27));
+        let free = cache.kv.free_pages();
+        cache.rollback(&step);
+        cache.rollback(&step);
+        cache.conserved();
+        assert_eq!(cache.kv.free_pages(), free + 1, "the page of the one that is still there");
+        assert_eq!(cache.kv.stream_len(next, MAIN).unwrap(), 7);
+        assert_eq!(contents(&cache, 4, 1, 0), count(3, 6));
+    }
+}
+
+#[test]
+fn plans_of_two_slots_lie_apart_and_stay_where_they_are() {
+    let cache = cache(4, 40, 40);
+    (0..4).for_each(|slot| cache.ingest(slot));
+    let mut places = std::collections::BTreeMap::new();
+    for id in 1..=24u64 {
+        // Wide and narrow steps take turns; the widest comes first in each slot.
+        let rows: Vec<_> =
+            (0..if id <= 2 { 4 } else { 1 + id as u32 % 4 }).map(|s| (s, 0, 1)).collect();
+        let step = Step { slot: (id % 2) as u32, ..Step::new(id, &rows) };
+        assert!(cache.admit(&step).is_ready());
+        let filed = cache.plan(&step).unwrap();
+        let plan = filed.open::<KvPlan>().unwrap();
+        assert_eq!((plan.len.len(), plan.write_page.len()), (rows.len(), rows.len()));
+        let columns =
+            [&plan.seat, &plan.start, &plan.span, &plan.len, &plan.write_page, &plan.write_slot];
+        let at = columns.map(|column| column.as_ptr() as usize);
+        assert_eq!(*places.entry(step.slot).or_insert(at), at, "step {id}");
+        cache.write(&step, filed, MAIN, &vec![id as f32; rows.len()]);
+        cache.commit(&step).unwrap();
+    }
+    assert!(places[&0].iter().all(|at| !places[&1].contains(at)));
+}
+
+#[test]
 fn a_step_that_was_given_up_without_a_word_does_not_count_twice() {
     let cache = cache(4, 4, 16);
     cache.ingest(0);

@@ -168,11 +168,21 @@ fn resources_that_a_step_does_not_name_hear_nothing_of_it() {
     let mut bench = Bench::chain();
     let rid = bench.ingest(0, &[]);
     let (a, b) = (bench.index("a"), bench.index("b"));
+    // A step over all came before, and its memory is used again.
+    bench.run(&[(rid, 1)]);
+    let before = bench.calls(&["admit", "plan", "commit", "publish_for_step"]).len();
+    let c = bench.state("c");
     let live = bench.start(step_over(vec![a, b], &[(rid, 1)]));
-    assert!(live.ctx().plan_result::<resource_testkit::FakePlan>(2).is_err());
+    let planned =
+        [0, 1, 2].map(|i| live.ctx().plan_result::<resource_testkit::FakePlan>(i).is_ok());
+    assert_eq!(planned, [true, true, false], "and nothing of the step before");
     let done = bench.commit(live);
+    let published = bench.runner.publish_for_step(&done, rid).unwrap();
+    assert_eq!(published.iter().map(|(key, _)| key.as_str()).collect::<Vec<_>>(), ["a", "b"]);
     bench.runner.finish(done);
-    assert_eq!(bench.calls(STEP_METHODS).iter().filter(|c| c.starts_with('c')).count(), 0);
+    let calls = bench.calls(&["admit", "plan", "commit", "publish_for_step"]);
+    assert!(calls[before..].iter().all(|call| !call.starts_with('c')), "{calls:?}");
+    assert_eq!(bench.state("c"), c);
     // Without its dependency, `b` has no plan to read.
     let before = bench.states();
     let failed = bench.runner.start(step_over(vec![b], &[(rid, 1)])).unwrap_err();
