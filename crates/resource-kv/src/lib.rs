@@ -41,6 +41,7 @@ mod branches;
 mod cache;
 mod chain;
 mod commit;
+mod copies;
 mod geometry;
 mod handover;
 mod index;

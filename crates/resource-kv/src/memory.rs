@@ -2,12 +2,13 @@
 
 mod cuda;
 mod host;
+mod page_moves;
 
 use std::ops::Range;
 
 use resource_api::{
-    EngineResourceInfo, HeadTurn, HostServicesHandle, KvFacts, KvGroup, KvLayer, KvPlan,
-    ResourceError, Result, StepContext, TensorView, TensorViewMut,
+    EngineResourceInfo, HeadTurn, HostServicesHandle, KvFacts, KvGroup, KvLayer, KvPlan, Result,
+    StepContext, TensorView, TensorViewMut,
 };
 
 use self::cuda::CudaMemory;
@@ -128,10 +129,7 @@ impl KvMemory {
         }
     }
 
-    /// Hands out the bytes of page `page`, all layers.
-    ///
-    /// # Errors
-    /// `UNSUPPORTED` on a device.
+    /// Hands out the bytes of page `page`, all layers, as steps have left them that were given before.
     pub(crate) fn read_page(
         &self,
         page: u32,
@@ -139,18 +137,34 @@ impl KvMemory {
     ) -> Result<()> {
         match self {
             Self::Host(memory) => memory.read_page(page, take),
-            Self::Cuda(_) => Err(not_on_a_device()),
+            Self::Cuda(memory) => memory.read_page(page, take),
         }
     }
 
-    /// Stores what [`KvMemory::read_page`] handed out.
+    /// Stores what [`KvMemory::read_page`] handed out; steps that are given later find it.
     ///
     /// # Errors
-    /// As there; `INTERNAL` for bytes that are not one page.
+    /// `INTERNAL` for bytes that are not one page.
     pub(crate) fn write_page(&self, page: u32, bytes: &[u8]) -> Result<()> {
         match self {
             Self::Host(memory) => memory.write_page(page, bytes),
-            Self::Cuda(_) => Err(not_on_a_device()),
+            Self::Cuda(memory) => memory.write_page(page, bytes),
+        }
+    }
+
+    /// Has copies that begin now come after the steps that were given before.
+    pub(crate) fn begin_copies(&self) -> Result<()> {
+        match self {
+            Self::Host(_) => Ok(()),
+            Self::Cuda(memory) => memory.begin_copies(),
+        }
+    }
+
+    /// Waits for all copies that were begun.
+    pub(crate) fn end_copies(&self) -> Result<()> {
+        match self {
+            Self::Host(_) => Ok(()),
+            Self::Cuda(memory) => memory.end_copies(),
         }
     }
 
@@ -164,9 +178,4 @@ impl KvMemory {
             Self::Cuda(memory) => memory.layer(layer),
         }
     }
-}
-
-/// Copies between a device and the host are not there yet.
-fn not_on_a_device() -> ResourceError {
-    ResourceError::unsupported("pages of a CUDA device do not leave it yet")
 }

@@ -11,14 +11,15 @@
 use std::collections::HashMap;
 
 use resource_api::host::level;
-use resource_api::{HostServices, LabelId, RequestId, ResourceError, Result};
+use resource_api::{HostServices, LabelId, RequestId, Result};
 
+use crate::copies::{Failed, PageCopy};
 use crate::keys::Key;
 use crate::pool::PagePool;
 use crate::resource::Kv;
 use crate::state::{Shared, State};
 use crate::stream::{NO_SEAT, StreamId};
-use crate::tiers::{PageStore, Slot};
+use crate::tiers::Slot;
 
 /// Where a page of a stream is while its request is away.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -102,44 +103,14 @@ impl Journeys {
     }
 }
 
-/// A page on its way between the pool and a tier.
-#[derive(Debug)]
-struct Copy {
-    page: u32,
-    slot: Slot,
-    key: Option<Key>,
-    store: std::sync::Arc<dyn PageStore>,
-}
-
 /// A move whose contents are to be copied.
 #[derive(Debug)]
 pub(crate) struct Move {
     id: u64,
     request: RequestId,
-    copies: Vec<Copy>,
+    copies: Vec<PageCopy>,
     /// Pages that come free by it.
     freed: u64,
-}
-
-/// A copy that failed, and the slot that is to blame.
-type Failed = (ResourceError, Slot);
-
-impl Move {
-    /// Copies every page, several at a time.
-    fn copy(
-        &self,
-        shared: &Shared,
-        one: impl Fn(&Copy) -> Result<()> + Sync,
-    ) -> Result<(), Failed> {
-        let failed = std::sync::Mutex::new(None);
-        shared.host.run(self.copies.len() as u32, |at| {
-            let copy = &self.copies[at as usize];
-            if let Err(e) = one(copy) {
-                *failed.lock().unwrap_or_else(|e| e.into_inner()) = Some((e, copy.slot));
-            }
-        });
-        failed.into_inner().unwrap_or_else(|e| e.into_inner()).map_or(Ok(()), Err)
-    }
 }
 
 impl State {
@@ -218,7 +189,7 @@ impl State {
                 (true, None) => {
                     let slot = self.tiers.take().expect("there is room for all of them");
                     let store = self.tiers.store(slot);
-                    copies.push(Copy { page, slot, key, store });
+                    copies.push(PageCopy { page, slot, key, store });
                     Place::Slot(slot, key)
                 }
             };
@@ -354,7 +325,7 @@ impl State {
         let tiers = &self.tiers;
         let copies = copies.into_iter().filter_map(|(page, fresh)| {
             let (slot, key) = fresh?;
-            Some(Copy { page, slot, key, store: tiers.store(slot) })
+            Some(PageCopy { page, slot, key, store: tiers.store(slot) })
         });
         let copies = copies.collect();
         self.journeys.of.insert(request, journey);
@@ -473,10 +444,7 @@ impl Kv {
         else {
             return Ok(0);
         };
-        let memory = &self.shared.memory;
-        let copied = moved.copy(&self.shared, |copy| {
-            memory.read_page(copy.page, &mut |page| copy.store.put(copy.slot.at, copy.key, page))
-        });
+        let copied = self.shared.copy_out(&moved.copies);
         match self.with_state(|state, shared| state.finish_offload(shared, &moved, copied)) {
             Ok(freed) => {
                 self.shared.count("offloaded_pages", freed);
@@ -500,11 +468,7 @@ impl Kv {
         else {
             return Ok(false);
         };
-        let memory = &self.shared.memory;
-        let copied = moved.copy(&self.shared, |copy| {
-            let mut take = |page: &[u8]| memory.write_page(copy.page, page);
-            copy.store.get(copy.slot.at, copy.key, &mut take)
-        });
+        let copied = self.shared.copy_in(&moved.copies);
         let pages = moved.copies.len() as u64;
         let back = self.with_state(|state, shared| state.finish_reload(shared, &moved, copied))?;
         self.shared.count("reloaded_pages", if back { pages } else { 0 });

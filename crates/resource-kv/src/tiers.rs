@@ -6,16 +6,19 @@
 
 mod disk;
 mod memory;
+mod pinned;
 mod settings;
 
 use std::collections::{BTreeMap, HashMap};
 use std::fmt;
-use std::sync::Arc;
+use std::sync::{Arc, MutexGuard};
 
+use device::cuda::PinnedBuffer;
 use resource_api::{ResourceError, Result};
 
 pub(crate) use self::disk::DiskStore;
 pub(crate) use self::memory::MemoryStore;
+pub(crate) use self::pinned::PinnedStore;
 use crate::keys::Key;
 
 /// Where the pages of a tier lie. No call takes the cache's lock.
@@ -36,6 +39,11 @@ pub(crate) trait PageStore: Send + Sync + fmt::Debug {
         key: Option<Key>,
         take: &mut dyn FnMut(&[u8]) -> Result<()>,
     ) -> Result<()>;
+
+    /// The slot, where a device copies from and to it by itself. Nobody else uses it meanwhile.
+    fn pinned(&self, _slot: u32) -> Option<MutexGuard<'_, PinnedBuffer<u8>>> {
+        None
+    }
 }
 
 /// A slot of a tier.

@@ -377,6 +377,59 @@ fn compare(cpu_dtype: &str, cuda_dtype: &str, step_of: f32, near: f32) {
     }
 }
 
+/// After every step all requests leave the device, another one writes all over what they left, and they
+/// come back: steps compute what they do where nobody leaves.
+fn compare_with_journeys(tier: &str) {
+    let context = Context::of(0).unwrap();
+    let stream = Stream::new(&context).unwrap();
+    let cpu = Engine::new(None, r#", "dtype": "f32""#).unwrap();
+    let cuda = Engine::new(Some((context, stream)), &format!(r#", "dtype": "f32"{tier}"#)).unwrap();
+    let requests = [0, 1, 2];
+    for engine in [&cpu, &cuda] {
+        requests.iter().for_each(|&slot| engine.ingest(slot));
+    }
+    let (kv, scribbler) = (&cuda.all[0], 9);
+    for id in 1..30 {
+        let spans = if id == 1 { [40, 7, 60] } else { [1, 1 + id as u32 % 3, 1] };
+        let step =
+            Step::new(2 * id, (id % 2) as u32, &[0, 1, 2].map(|r| (r, 0, spans[r as usize])));
+        let (want, got) = (cpu.step(&step), cuda.step(&step));
+        for (i, (want, got)) in want.iter().zip(&got).enumerate() {
+            let named = |what: &str| format!("{what} of step {id}, {i}");
+            assert_near(&named("stored"), &got.stored[0], &want.stored[0], 1e-6, 1e-6);
+            assert_near(&named("attention"), &got.attended, &want.attended, 6e-5, 3e-5);
+        }
+        let freed: u64 = requests.iter().map(|&r| kv.offload(RequestId::new(r, 1)).unwrap()).sum();
+        assert!(freed >= 8, "{freed} pages");
+        cuda.kv.assert_pages_conserved().unwrap();
+        cuda.ingest(scribbler);
+        cuda.step(&Step::new(2 * id + 1, 2, &[(scribbler, 0, 290)]));
+        cuda.step(&Step::new(2 * id + 1, 2, &[(scribbler, 0, 10)]));
+        for resource in &cuda.all {
+            resource.remove_request(RequestId::new(scribbler, 1)).unwrap();
+        }
+        for r in requests {
+            assert!(kv.is_offloaded(RequestId::new(r, 1)).unwrap());
+            assert!(kv.reload(RequestId::new(r, 1)).unwrap());
+        }
+        cuda.kv.assert_pages_conserved().unwrap();
+    }
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn requests_leave_the_device_for_host_memory_and_come_back_as_they_were() {
+    compare_with_journeys(r#", "host_pages": 20"#);
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn requests_leave_the_device_for_a_file_and_come_back_as_they_were() {
+    let file = std::env::temp_dir().join(format!("engine-host-tier.{}", std::process::id()));
+    compare_with_journeys(&format!(r#", "disk_file": {file:?}, "disk_size": "4MiB""#));
+    std::fs::remove_file(file).unwrap();
+}
+
 /// A decode step is captured once, with one slot, and replayed for later steps of that slot: what it reads
 /// are the columns and tables that each step's plan wrote there.
 #[test]

@@ -2,12 +2,10 @@
 
 use std::sync::Arc;
 
-use cudarc::driver::sys;
 use resource_api::{
     DType, DeviceColumn, HeadTurn, KvFacts, RawTensor, TensorView, TensorViewMut, tensor::MAX_RANK,
 };
 
-use super::check::driver as check;
 use super::context::Context;
 use super::memory::DeviceBuffer;
 use super::module::{Args, Grid, Kernel, Module};
@@ -268,25 +266,18 @@ impl KvPool {
         to_host(there_v, v)
     }
 
-    /// Copies all layers of page `from` to page `to`, later.
-    ///
-    /// # Errors
-    /// [`Error::OutOfRange`] for a page that there is not.
-    pub fn copy_page(&self, stream: &Stream, from: u32, to: u32) -> Result<()> {
-        let limit = self.facts.num_pages as usize;
-        if let Some(index) = [from, to].map(|p| p as usize).into_iter().find(|p| *p >= limit) {
+    /// Bytes of a page, all layers.
+    pub fn page_bytes(&self) -> usize {
+        self.facts.page_stride as usize * self.facts.dtype.size()
+    }
+
+    /// Where a page begins.
+    pub(super) fn page_address(&self, page: u32) -> Result<u64> {
+        let (index, limit) = (page as usize, self.facts.num_pages as usize);
+        if index >= limit {
             return Err(Error::OutOfRange { what: "page", index, limit });
         }
-        if from == to {
-            return Ok(());
-        }
-        let bytes = self.facts.page_stride * self.facts.dtype.size() as u64;
-        let at = |page: u32| self.memory.address() + u64::from(page) * bytes;
-        self.context.bind()?;
-        // SAFETY: two different pages of the allocation (checked).
-        let code =
-            unsafe { sys::cuMemcpyDtoDAsync_v2(at(to), at(from), bytes as usize, stream.raw()) };
-        check("cuMemcpyDtoDAsync", code)
+        Ok(self.memory.address() + u64::from(page) * self.page_bytes() as u64)
     }
 
     /// The keys and the values of a layer, as tensors `[pages, slots, heads, dim]`.

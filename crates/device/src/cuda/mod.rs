@@ -38,6 +38,7 @@ mod memory;
 mod module;
 mod ops;
 mod page_table;
+mod pages;
 mod rope;
 mod sample;
 mod source;

@@ -4,11 +4,13 @@ use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use device::Budget;
-use device::cuda::{Columns, Context, KvPool, PageTable, Places, Stream, part_of};
+use device::cuda::{Columns, Context, KvPool, PageTable, PinnedBuffer, Places, Stream, part_of};
 use resource_api::{
     Device, EngineResourceInfo, HeadTurn, HostServicesHandle, KvDevicePlan, KvFacts, KvGroup,
     KvLayer, KvPlan, ResourceError, Result, StepContext, TensorView, TensorViewMut,
 };
+
+use super::page_moves::PageMoves;
 
 /// Changes of a page table that go up with a plan; further ones go before it.
 const CHANGES: usize = 1024;
@@ -34,6 +36,7 @@ pub(crate) struct CudaMemory {
     slots: Mutex<Vec<Option<Slot>>>,
     /// The stream of the last step: what is done outside of a step follows it.
     last: Mutex<Option<Stream>>,
+    moves: PageMoves,
     device: Device,
     host: HostServicesHandle,
 }
@@ -57,6 +60,7 @@ impl CudaMemory {
         let context = Context::of_device(info.device)?;
         Ok(Self {
             pool: KvPool::new(&context, facts)?,
+            moves: PageMoves::new(&context)?,
             context,
             // A request may have a second stream in the same step: a context, a guidance branch.
             room: (
@@ -168,6 +172,42 @@ impl CudaMemory {
             Some(stream) => Ok(self.pool.copy_page(stream, from, to)?),
             None => Ok(()),
         }
+    }
+
+    /// Has copies of pages come after all steps that were given so far.
+    pub(super) fn begin_copies(&self) -> Result<()> {
+        let last = self.last.lock().unwrap_or_else(PoisonError::into_inner);
+        last.as_ref().map_or(Ok(()), |steps| self.moves.follow(steps))
+    }
+
+    pub(super) fn end_copies(&self) -> Result<()> {
+        self.moves.wait()
+    }
+
+    pub(crate) fn download_page(&self, page: u32, to: &mut PinnedBuffer<u8>) -> Result<()> {
+        self.moves.download(&self.pool, page, to)
+    }
+
+    pub(crate) fn upload_page(&self, from: &mut PinnedBuffer<u8>, page: u32) -> Result<()> {
+        self.moves.upload(&self.pool, from, page)
+    }
+
+    pub(super) fn read_page(
+        &self,
+        page: u32,
+        take: &mut dyn FnMut(&[u8]) -> Result<()>,
+    ) -> Result<()> {
+        self.begin_copies()?;
+        self.moves.read(&self.pool, page, take)
+    }
+
+    pub(super) fn write_page(&self, page: u32, bytes: &[u8]) -> Result<()> {
+        if bytes.len() != self.pool.page_bytes() {
+            let what = format!("a page of {} bytes for {}", bytes.len(), self.pool.page_bytes());
+            return Err(ResourceError::internal(what));
+        }
+        self.begin_copies()?;
+        self.moves.write(&self.pool, page, bytes)
     }
 
     pub(super) fn layer(&self, layer: u32) -> Result<KvLayer<'_>> {

@@ -5,10 +5,10 @@ use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 
 use resource_api::host::PlainHost;
 use resource_api::{Device, EngineResourceInfo, NodeResourceSpec, Resource, ResourceKind};
-use resource_api::{RequestOverrides, Result};
+use resource_api::{RequestOverrides, ResourceError, Result};
 
 use super::*;
-use crate::tiers::{MemoryStore, Tier, Tiers};
+use crate::tiers::{MemoryStore, PageStore, Tier, Tiers};
 
 const SLOTS: u32 = 20;
 

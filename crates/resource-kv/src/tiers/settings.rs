@@ -4,16 +4,17 @@ use std::path::Path;
 use std::sync::Arc;
 
 use device::Budget;
+use device::cuda::Context;
 use resource_api::{Device, EngineResourceInfo, HostServices, ResourceError, Result};
 
-use super::{DiskStore, MemoryStore, Tier, Tiers, disk};
+use super::{DiskStore, MemoryStore, PageStore, PinnedStore, Tier, Tiers, disk};
 use crate::spec::{KvSpec, memory_bytes};
 
 impl KvSpec {
     /// Tiers for pages of `page_bytes`, and the host memory that is spoken for.
     ///
     /// # Errors
-    /// `INVALID` naming the setting, `EXHAUSTED` without that memory, `UNSUPPORTED` on a device.
+    /// `INVALID` naming the setting, `EXHAUSTED` without that memory.
     pub(crate) fn tiers(
         &self,
         page_bytes: u64,
@@ -37,15 +38,16 @@ impl KvSpec {
                 "`host_memory` has no room for a page of {page_bytes} bytes"
             )));
         }
-        if !info.device.is_cpu() && (slots > 0 || self.disk_file.is_some()) {
-            return Err(ResourceError::unsupported(
-                "`host_pages`, `host_memory` and `disk_file`: pages of a CUDA device do not leave it yet; \
-                 leave them out",
-            ));
-        }
         if slots > 0 {
             budget = Some(Budget::take(&info.host, Device::CPU, page_bytes * u64::from(slots))?);
-            tiers.push(Tier::new("host", Arc::new(MemoryStore::new(slots)), slots));
+            let store: Arc<dyn PageStore> = match info.device.is_cpu() {
+                true => Arc::new(MemoryStore::new(slots)),
+                false => {
+                    let context = Context::of_device(info.device)?;
+                    Arc::new(PinnedStore::new(&context, slots, page_bytes as usize)?)
+                }
+            };
+            tiers.push(Tier::new("host", store, slots));
         }
         match (&self.disk_file, &self.disk_size) {
             (None, None) => {}
