@@ -10,8 +10,8 @@ use resource_api::{
     DeviceColumn, EngineResourceInfo, Fork, HeadTurn, HostServices, KvCache, KvCacheHandle, KvPlan,
     KvStepOptions, LabelId, NodeId, NodeResourceSpec, Positions, PositionsHandle, PositionsPlan,
     RequestId, RequestOverrides, Resource, ResourceHandle, ResourceStep, Result, Segments,
-    SlotLease, StepContext, StepHead, StepId, TensorView, TensorViewMut, TypedRef, WalkId,
-    build_resource,
+    SlotLease, StepContext, StepHead, StepId, TensorView, TensorViewMut, TransferEngineInfo,
+    TypedRef, WalkId, build_resource,
 };
 use resource_attn::{PagedAttention, PagedCrossAttention};
 use resource_kv::Kv;
@@ -108,6 +108,8 @@ impl Engine {
         }
         let context_label = host.label_id("context");
         let mut info = EngineResourceInfo::new(place, host);
+        let (engine, endpoint) = ("in-process".to_owned(), String::new());
+        info.transfer_engine_info = Some(TransferEngineInfo { engine, endpoint });
         let kv = build_resource::<Kv>(&kv_spec(more), &info)?;
         info.dependencies.insert("main_kv".into(), kv.as_dependency(kv_spec(more), 0));
         let settings = r#"{"kv_cache": "main_kv"}"#;
@@ -428,6 +430,39 @@ fn requests_leave_the_device_for_a_file_and_come_back_as_they_were() {
     let file = std::env::temp_dir().join(format!("engine-host-tier.{}", std::process::id()));
     compare_with_journeys(&format!(r#", "disk_file": {file:?}, "disk_size": "4MiB""#));
     std::fs::remove_file(file).unwrap();
+}
+
+/// A request goes on where another engine left it, on the same device.
+#[test]
+#[ignore = "needs a GPU"]
+fn a_request_that_is_handed_over_goes_on_as_if_it_had_not_been() {
+    let context = Context::of(0).unwrap();
+    let on_device = || Some((context.clone(), Stream::new(&context).unwrap()));
+    let more = r#", "dtype": "f32""#;
+    let [cpu, one, other] =
+        [None, on_device(), on_device()].map(|device| Engine::new(device, more).unwrap());
+    [&cpu, &one, &other].iter().for_each(|engine| engine.ingest(0));
+    let begun = Step::new(1, 0, &[(0, 0, 43)]);
+    cpu.step(&begun);
+    one.step(&begun);
+    let rid = RequestId::new(0, 1);
+    for (from, to) in one.all.iter().zip(&other.all) {
+        let Some(info) = from.publish(rid).unwrap() else { continue };
+        let mut tries = 0;
+        let ask = || to.admit_retrieve(rid, NodeId(0), WalkId(0), Some(&info)).unwrap();
+        while !ask().is_ready() {
+            tries += 1;
+            assert!(tries < 10_000, "it never arrives");
+            std::thread::sleep(std::time::Duration::from_millis(1));
+        }
+    }
+    for id in 2..20 {
+        let step = Step::new(id, (id % 2) as u32, &[(0, 0, 1)]);
+        for (want, got) in cpu.step(&step).iter().zip(&other.step(&step)) {
+            assert_near("rotated", &got.rotated[1], &want.rotated[1], 0.0, 1e-6);
+            assert_near("attention", &got.attended, &want.attended, 6e-5, 3e-5);
+        }
+    }
 }
 
 /// A decode step is captured once, with one slot, and replayed for later steps of that slot: what it reads
