@@ -13,9 +13,8 @@ use engine_host::services::Metric;
 use engine_host::setup;
 use resource_api::{
     Attention, AttentionHandle, Capability, EngineResourceInfo, Interface, KindHandle, LabelId,
-    NodeResourceSpec, Positions, PositionsHandle, RequestId, RequestOverrides, Resource,
-    ResourceKind, ResourceStep, Result, Sampled, Sampler, SamplerHandle, StepContext, TensorView,
-    TensorViewMut,
+    NodeResourceSpec, Positions, PositionsHandle, RequestId, Resource, ResourceKind, ResourceStep,
+    Result, Sampled, Sampler, SamplerHandle, StepContext, TensorView, TensorViewMut,
 };
 use support::{Done, config, greedy, run};
 
@@ -51,9 +50,6 @@ struct Settings {
 }
 
 impl Resource for Bomb {
-    fn ingest_request(&self, _rid: RequestId, overrides: &RequestOverrides<'_>) -> Result<()> {
-        overrides.refuse_any()
-    }
     fn commit(&self, step: &ResourceStep<'_>, _ctx: &StepContext<'_>) -> Result<()> {
         let commits = self.1.fetch_add(1, Ordering::Relaxed) + 1;
         assert!(self.0.at_commit != Some(commits), "the bomb goes off");

@@ -17,8 +17,7 @@ use engine_host::registry::Registry;
 use engine_host::setup::{self, Loaded};
 use http::{get, post, receive, send, wait_until};
 use resource_api::{
-    EngineResourceInfo, NodeResourceSpec, RequestId, RequestOverrides, Resource, ResourceKind,
-    ResourceStep, Result, StepContext,
+    EngineResourceInfo, NodeResourceSpec, Resource, ResourceKind, ResourceStep, Result, StepContext,
 };
 use serde_json::{Value, json};
 use server::engine::{self, Failure, Limits};
@@ -39,10 +38,6 @@ struct Moody;
 struct Settings {}
 
 impl Resource for Moody {
-    fn ingest_request(&self, _rid: RequestId, overrides: &RequestOverrides<'_>) -> Result<()> {
-        overrides.refuse_any()
-    }
-
     fn commit(&self, step: &ResourceStep<'_>, _ctx: &StepContext<'_>) -> Result<()> {
         assert!(!step.token_ids().contains(&PILL), "the bomb goes off");
         if step.token_ids().contains(&SAND) {

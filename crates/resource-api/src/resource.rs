@@ -115,8 +115,11 @@ pub trait Resource: Send + Sync {
 
     /// Learns of a request. Claims nothing. May come twice for a live request: the second changes
     /// nothing.
-    fn ingest_request(&self, _rid: RequestId, _overrides: &RequestOverrides<'_>) -> Result<()> {
-        Ok(())
+    ///
+    /// # Errors
+    /// `INVALID` for settings that the kind does not know, which by default are any.
+    fn ingest_request(&self, _rid: RequestId, overrides: &RequestOverrides<'_>) -> Result<()> {
+        overrides.refuse_any()
     }
 
     /// Takes what `publish` gave, perhaps on another device, and starts fetching what it needs.

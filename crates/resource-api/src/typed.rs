@@ -37,6 +37,7 @@ pub trait Typed: StableAbi {
 pub struct TypedRef<'a> {
     tag: RStr<'static>,
     major: u32,
+    #[sabi(unsafe_opaque_field)]
     layout: Option<&'static TypeLayout>,
     value: *const (),
     borrow: PhantomData<&'a ()>,

@@ -9,9 +9,9 @@ use crate::planned::Planned;
 use crate::spec::{CrossAttentionSettings, Scoring};
 use resource_api::{
     Capability, CrossAttention, CrossAttentionHandle, EngineResourceInfo, HostServices,
-    HostServicesHandle, KvPlan, LabelId, NodeResourceSpec, Plan, PlanSlots, RequestId,
-    RequestOverrides, Resource, ResourceError, ResourceKey, ResourceKind, ResourceStep, Result,
-    StepContext, TensorView, TensorViewMut,
+    HostServicesHandle, KvPlan, LabelId, NodeResourceSpec, Plan, PlanSlots, RequestId, Resource,
+    ResourceError, ResourceKey, ResourceKind, ResourceStep, Result, StepContext, TensorView,
+    TensorViewMut,
 };
 use std::sync::Arc;
 
@@ -95,10 +95,6 @@ impl ResourceKind for PagedCrossAttention {
 impl Resource for PagedCrossAttention {
     fn depends_on(&self) -> Vec<String> {
         dependencies(&self.settings)
-    }
-
-    fn ingest_request(&self, _rid: RequestId, overrides: &RequestOverrides<'_>) -> Result<()> {
-        overrides.refuse_any()
     }
 
     fn inspect(&self) -> String {

@@ -9,9 +9,9 @@ use crate::planned::Planned;
 use crate::spec::{AttentionSettings, Scoring};
 use resource_api::{
     Attention, AttentionHandle, AttentionStepOptions, Capability, EngineResourceInfo, HostServices,
-    HostServicesHandle, KvPlan, LabelId, NodeResourceSpec, Plan, PlanSlots, RequestId,
-    RequestOverrides, Resource, ResourceError, ResourceKey, ResourceKind, ResourceStep, Result,
-    StepContext, TensorView, TensorViewMut,
+    HostServicesHandle, KvPlan, LabelId, NodeResourceSpec, Plan, PlanSlots, Resource,
+    ResourceError, ResourceKey, ResourceKind, ResourceStep, Result, StepContext, TensorView,
+    TensorViewMut,
 };
 use std::sync::Arc;
 
@@ -74,10 +74,6 @@ impl ResourceKind for PagedAttention {
 impl Resource for PagedAttention {
     fn depends_on(&self) -> Vec<String> {
         vec![self.settings.kv_cache.clone()]
-    }
-
-    fn ingest_request(&self, _rid: RequestId, overrides: &RequestOverrides<'_>) -> Result<()> {
-        overrides.refuse_any()
     }
 
     fn inspect(&self) -> String {

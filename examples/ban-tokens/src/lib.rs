@@ -9,8 +9,8 @@ use std::sync::Arc;
 
 use resource_api::{
     Capability, EngineResourceInfo, LogitsProcessor, LogitsProcessorHandle, NodeResourceSpec,
-    RequestId, RequestOverrides, Resource, ResourceError, ResourceKey, ResourceKind, Result,
-    StepContext, TensorViewMut,
+    RequestId, Resource, ResourceError, ResourceKey, ResourceKind, Result, StepContext,
+    TensorViewMut,
 };
 
 /// The settings of a `[resources.<key>]` section.
@@ -29,11 +29,6 @@ pub struct BanTokens(Settings);
 impl Resource for BanTokens {
     fn depends_on(&self) -> Vec<String> {
         vec![self.0.sampler.clone()]
-    }
-
-    /// Requests can say nothing to it; one that tries is told.
-    fn ingest_request(&self, _rid: RequestId, overrides: &RequestOverrides<'_>) -> Result<()> {
-        overrides.refuse_any()
     }
 }
 

@@ -5,6 +5,7 @@ use abi_stable::StableAbi;
 use abi_stable::abi_stability::abi_checking::{AbiInstabilityErrors, check_layout_compatibility};
 use abi_stable::std_types::{RSlice, RStr};
 use abi_stable::type_layout::{TLFieldOrFunction, TypeLayout};
+use std::collections::HashSet;
 
 /// The layout that abi_stable derived for `T`.
 pub const fn layout_of<T: StableAbi>() -> &'static TypeLayout {
@@ -12,17 +13,46 @@ pub const fn layout_of<T: StableAbi>() -> &'static TypeLayout {
 }
 
 /// One method of an interface, as its library was compiled.
+///
+/// Layouts are opaque in the layout of this: how they are written down themselves is abi_stable's
+/// own version, which the header is refused for.
 #[repr(C)]
 #[derive(Clone, Copy, StableAbi)]
 pub struct MethodDesc {
     /// Name in the trait.
     pub name: RStr<'static>,
     /// Raw types of the arguments.
+    #[sabi(unsafe_opaque_field)]
     pub params: RSlice<'static, &'static TypeLayout>,
     /// Raw type of the answer.
+    #[sabi(unsafe_opaque_field)]
     pub ret: &'static TypeLayout,
     /// Has a default body: a side that lacks the method still works.
     pub optional: bool,
+}
+
+/// Pairs of layouts that were found to fit. The methods of an interface name few types many times,
+/// and each comparison walks all that a type holds.
+#[derive(Default)]
+pub struct Fitting(HashSet<(*const TypeLayout, *const TypeLayout)>);
+
+impl Fitting {
+    /// As [`check`], remembering what fits.
+    ///
+    /// # Errors
+    /// As [`check`].
+    pub fn check(
+        &mut self,
+        expected: &'static TypeLayout,
+        found: &'static TypeLayout,
+    ) -> Result<()> {
+        let pair = (std::ptr::from_ref(expected), std::ptr::from_ref(found));
+        if !self.0.contains(&pair) {
+            check(expected, found)?;
+            self.0.insert(pair);
+        }
+        Ok(())
+    }
 }
 
 /// Whether `found` can be used where `expected` was compiled in.
@@ -85,23 +115,35 @@ fn expected_and_found(text: &str) -> String {
 ///
 /// # Errors
 /// `INCOMPATIBLE`, one line: interface, method, which part differs, what both sides have.
-pub fn check_methods(interface: &str, expected: &[MethodDesc], found: &[MethodDesc]) -> Result<()> {
+pub fn check_methods(
+    interface: &str,
+    expected: &[MethodDesc],
+    found: &[MethodDesc],
+    fitting: &mut Fitting,
+) -> Result<()> {
     for (i, (e, f)) in expected.iter().zip(found).enumerate() {
-        let here = format!("{interface}: method {i} `{}`", e.name);
+        let here = || format!("{interface}: method {i} `{}`", e.name);
         if e.name != f.name {
-            return Err(incompatible(format!("{here}: expected that name, found `{}`", f.name)));
+            return Err(incompatible(format!(
+                "{}: expected that name, found `{}`",
+                here(),
+                f.name
+            )));
         }
         if e.params.len() != f.params.len() {
             return Err(incompatible(format!(
-                "{here}: expected {} arguments, found {}",
+                "{}: expected {} arguments, found {}",
+                here(),
                 e.params.len(),
                 f.params.len()
             )));
         }
         for (p, (want, got)) in e.params.iter().zip(f.params.iter()).enumerate() {
-            check(want, got).map_err(|err| err.within(format!("{here} > argument {}", p + 1)))?;
+            fitting
+                .check(want, got)
+                .map_err(|err| err.within(format!("{} > argument {}", here(), p + 1)))?;
         }
-        check(e.ret, f.ret).map_err(|err| err.within(format!("{here} > answer")))?;
+        fitting.check(e.ret, f.ret).map_err(|err| err.within(format!("{} > answer", here())))?;
     }
     let missing = expected.iter().skip(found.len()).find(|m| !m.optional);
     match missing {
@@ -211,11 +253,17 @@ mod tests {
         const TEXT: &[&TypeLayout] = &[<RStr<'static> as StableAbi>::LAYOUT];
         let ours = [method("put", NUMBER), method("take", &[])];
         let message = |found: &[MethodDesc]| {
-            check_methods("org.x", &ours, found).unwrap_err().message().to_string()
+            check_methods("org.x", &ours, found, &mut Fitting::default())
+                .unwrap_err()
+                .message()
+                .to_string()
         };
         let optional = MethodDesc { optional: true, ..method("more", TEXT) };
-        assert!(check_methods("org.x", &ours, &[ours[0], ours[1], method("new", TEXT)]).is_ok());
-        assert!(check_methods("org.x", &[ours[0], ours[1], optional], &ours).is_ok());
+        let fits = |expected: &[MethodDesc], found: &[MethodDesc]| {
+            check_methods("org.x", expected, found, &mut Fitting::default()).is_ok()
+        };
+        assert!(fits(&ours, &[ours[0], ours[1], method("new", TEXT)]));
+        assert!(fits(&[ours[0], ours[1], optional], &ours));
         for (found, says) in [
             (vec![ours[0]], "org.x: the implementation lacks method `take`"),
             (vec![ours[1], ours[0]], "org.x: method 0 `put`: expected that name, found `take`"),

@@ -1,8 +1,8 @@
 //! Opening a plugin file that passed the host's checks.
 
 use super::guard::guard;
-use super::layout::{check, check_methods};
-use super::object::{Interface, open};
+use super::layout::{Fitting, check, check_methods};
+use super::object::{Interface, open_knowing};
 use super::root::{API_VERSION, INTERFACES, InterfaceDesc, PluginRootRef, TYPES, TypeDesc};
 use crate::kind::{Kind, KindHandle};
 use crate::{ErrorKind, ResourceError, Result};
@@ -106,10 +106,12 @@ fn open_root(header: &'static LibHeader) -> Result<PluginLibrary> {
             return Err(refuse(format!("its {what} is no text of 1 to {MOST_NAME_BYTES} bytes")));
         }
     }
-    check_contract(root.interfaces().as_slice(), root.types().as_slice())
+    let mut fitting = Fitting::default();
+    check_contract(root.interfaces().as_slice(), root.types().as_slice(), &mut fitting)
         .map_err(|e| rebuild("the contract is a draft", &e))?;
-    let kinds = guard("opening kinds", || {
-        root.kinds().iter().map(|k| open::<KindHandle>(k.object())).collect::<Result<Vec<_>>>()
+    let kinds: Vec<_> = guard("opening kinds", || {
+        let kinds = root.kinds().into_iter();
+        kinds.map(|k| open_knowing::<KindHandle>(k.object(), &mut fitting)).collect::<Result<_>>()
     })?;
     check_names(&kinds)?;
     Ok(PluginLibrary {
@@ -147,21 +149,27 @@ fn rebuild(what: &str, e: &ResourceError) -> ResourceError {
 }
 
 /// While the contract is a draft, both sides must have the same interfaces and types.
-fn check_contract(interfaces: &[InterfaceDesc], types: &[TypeDesc]) -> Result<()> {
+fn check_contract(
+    interfaces: &[InterfaceDesc],
+    types: &[TypeDesc],
+    fitting: &mut Fitting,
+) -> Result<()> {
     let differs = |m: String| Err(ResourceError::new(ErrorKind::INCOMPATIBLE, m));
     for ours in INTERFACES {
         let Some(theirs) = interfaces.iter().find(|i| i.id == ours.id) else {
             return differs(format!("the plugin does not know the interface {}", ours.id));
         };
         let (have, expect) = (theirs.methods.len(), ours.methods.len());
-        check_methods(ours.id.as_str(), ours.methods.as_slice(), theirs.methods.as_slice())?;
+        let (known, found) = (ours.methods.as_slice(), theirs.methods.as_slice());
+        check_methods(ours.id.as_str(), known, found, fitting)?;
         if have != expect {
             return differs(format!("{}: {expect} methods here, {have} in the plugin", ours.id));
         }
     }
     for ours in TYPES {
         match types.iter().find(|t| t.tag == ours.tag) {
-            Some(theirs) => check(ours.layout, theirs.layout)
+            Some(theirs) => fitting
+                .check(ours.layout, theirs.layout)
                 .map_err(|e| e.within(format!("type {}", ours.tag)))?,
             None => return differs(format!("the plugin does not know the type {}", ours.tag)),
         }

@@ -2,7 +2,7 @@
 
 use super::fault::{Fault, FaultCell};
 use super::guard::guard;
-use super::layout::{MethodDesc, check_methods};
+use super::layout::{Fitting, MethodDesc, check_methods};
 use crate::{ErrorKind, ResourceError, Result};
 use abi_stable::StableAbi;
 use abi_stable::std_types::{RResult, RSlice, RStr};
@@ -212,6 +212,11 @@ pub trait Interface: Sized {
 /// # Errors
 /// `INCOMPATIBLE` when it is of another interface or major, or a method differs.
 pub fn open<I: Interface>(object: Object) -> Result<I> {
+    open_knowing(object, &mut Fitting::default())
+}
+
+/// As [`open`], for one of several objects of a library.
+pub(super) fn open_knowing<I: Interface>(object: Object, fitting: &mut Fitting) -> Result<I> {
     let head = object.head();
     if head.id != I::ID || head.major != I::MAJOR {
         return Err(ResourceError::new(
@@ -226,7 +231,7 @@ pub fn open<I: Interface>(object: Object) -> Result<I> {
             ),
         ));
     }
-    check_methods(I::ID, I::METHODS, head.methods.as_slice())?;
+    check_methods(I::ID, I::METHODS, head.methods.as_slice(), fitting)?;
     // SAFETY: id, major and every method fit.
     Ok(unsafe { I::from_object_unchecked(object) })
 }

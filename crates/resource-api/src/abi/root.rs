@@ -58,6 +58,7 @@ pub struct TypeDesc {
     /// Its tag.
     pub tag: RStr<'static>,
     /// Its layout.
+    #[sabi(unsafe_opaque_field)]
     pub layout: &'static TypeLayout,
 }
 
