@@ -160,9 +160,15 @@ pub fn child() -> ExitCode {
     }
 }
 
-/// Whatever happens to this process is no loss: it goes first when memory runs out, leaves no core, and
-/// does not outlive its parent. Where the system does not know how, nothing is lost either.
+/// Most bytes that a library may make of memory while it is loaded.
+const MOST_MEMORY: u64 = 2 << 30;
+
+/// Whatever happens to this process is no loss: it takes little memory, goes first when memory runs out,
+/// leaves no core, and does not outlive its parent. Where the system does not know how, nothing is lost
+/// either.
 fn give_way() {
+    let memory = Some(MOST_MEMORY);
+    let _ = setrlimit(Resource::Data, Rlimit { current: memory, maximum: memory });
     let _ = fs::write("/proc/self/oom_score_adj", "1000");
     let _ = setrlimit(Resource::Core, Rlimit { current: Some(0), maximum: Some(0) });
     let _ = set_parent_process_death_signal(Some(Signal::KILL));

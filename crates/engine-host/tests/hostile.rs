@@ -34,6 +34,7 @@ impl Directory {
             r#"
             #include <stdio.h>
             #include <stdlib.h>
+            #include <string.h>
             #include <unistd.h>
             #include <sys/resource.h>
             #include <sys/stat.h>
@@ -112,6 +113,10 @@ fn initialisers_that_end_crash_or_hang_harm_only_a_child() {
         ("abort();", "crashes when it is loaded: a child was ended by signal 6"),
         ("*(volatile int *)8 = 1;", "crashes when it is loaded: a child was ended by signal 11"),
         ("for (;;) sleep(1);", "hangs when it is loaded"),
+        (
+            "for (char *p; (p = malloc(1 << 24));) memset(p, 1, 1 << 24); abort();",
+            "crashes when it is loaded: a child was ended by signal 6",
+        ),
     ] {
         let dir = Directory::new().with_installed();
         dir.plugin("hostile", GOOD_NOTE, body);
