@@ -118,7 +118,8 @@ impl<N: Node> Engine<N> {
     pub fn ingest(&self, slot: u32, prompt: &[u32]) {
         for (key, built) in &self.resources {
             let text = if *key == "sampler" { r#"{"temperature": 0}"# } else { "" };
-            let overrides = RequestOverrides::new(text, prompt, 64);
+            // Tests generate a few tokens, of prompts of up to `max_model_len`.
+            let overrides = RequestOverrides::new(text, prompt, 1);
             built.resource.ingest_request(RequestId::new(slot, 1), &overrides).expect("ingests");
         }
     }
