@@ -523,7 +523,7 @@ impl Engine {
                 continue;
             }
             let Some(request) = self.requests.get_mut(rid) else { continue };
-            request.tokens.push(sampled.token);
+            request.push(sampled.token);
             let (ids, logprobs) = work.output.top(i);
             let top = ids.iter().copied().zip(logprobs.iter().copied()).collect();
             let token = Token { id: sampled.token, logprob: sampled.logprob, top };

@@ -181,6 +181,15 @@ impl Tracked {
         }
     }
 
+    /// Appends a token that was sampled. The first makes room for all that may follow, so that no later
+    /// step has to.
+    pub fn push(&mut self, token: u32) {
+        if self.generated() == 0 {
+            self.tokens.reserve(self.max_tokens as usize);
+        }
+        self.tokens.push(token);
+    }
+
     /// Why the request ends with its last token, if it does.
     pub fn finish_reason(&self, eos: &[u32], max_model_len: usize) -> Option<FinishReason> {
         let last = *self.tokens.last()?;

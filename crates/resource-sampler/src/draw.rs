@@ -33,6 +33,23 @@ pub struct Scratch {
     keys: Vec<u64>,
 }
 
+impl Scratch {
+    /// With room for every row of a vocabulary: how many of its tokens are candidates differs from step to
+    /// step. What is not used of it takes no memory.
+    pub fn of(vocabulary: usize) -> Self {
+        // No vocabulary there is has more; a number that is no vocabulary's must not end the process here.
+        let vocabulary = vocabulary.min(1 << 20);
+        Self {
+            penalised: Vec::with_capacity(vocabulary),
+            weights: Weights::of(vocabulary),
+            // The best k are looked for among twice as many.
+            candidates: Vec::with_capacity(2 * vocabulary),
+            values: Vec::with_capacity(vocabulary),
+            keys: Vec::with_capacity(vocabulary),
+        }
+    }
+}
+
 const BAD: Sampled = Sampled { token: 0, status: Sampled::BAD_LOGITS, logprob: 0.0 };
 
 /// Draws from `row`. `model` is the same row before logits processors; the log-probability is taken

@@ -69,6 +69,9 @@ impl ResourceKind for Sampler {
         let with_penalties = spec.settings.enable_repetition_penalty;
         let cuda = || Cuda::new(info, vocabulary, with_penalties);
         let cuda = (!info.device.is_cpu()).then(cuda).transpose();
+        // One for each thread, whichever step it first takes part in.
+        let threads = if info.device.is_cpu() { info.host.threads() } else { 0 };
+        let scratch = (0..threads).map(|_| Scratch::of(vocabulary)).collect();
         Ok(Self {
             cuda: cuda.map_err(|e| e.within(format!("[resources.{key}]")))?,
             key,
@@ -79,7 +82,7 @@ impl ResourceKind for Sampler {
             processors: RwLock::default(),
             batch: Mutex::default(),
             begun: Mutex::default(),
-            scratch: Mutex::default(),
+            scratch: Mutex::new(scratch),
             host: info.host.clone(),
         })
     }

@@ -51,6 +51,11 @@ pub struct Weights {
 }
 
 impl Weights {
+    /// With room for a row of a vocabulary.
+    pub fn of(vocabulary: usize) -> Self {
+        Self { sums: Vec::with_capacity(vocabulary.div_ceil(BLOCK)), ..Self::default() }
+    }
+
     /// Computes the sums.
     pub fn compute(&mut self, row: &[f32], best: f32, temperature: f32) {
         (self.best, self.temperature) = (best, temperature);

@@ -4,7 +4,7 @@ use super::pages::Pages;
 use super::reads::{Reads, Run};
 use super::state::State;
 use super::{CHUNK, Work};
-use crate::cache::BLOCK_ROWS;
+use crate::cache::{BLOCK_ROWS, Cache};
 use crate::plan::{Block, Row};
 use device::attention::{accumulate_rows, dot_rows};
 use device::ops;
@@ -12,7 +12,7 @@ use resource_api::{ResourceError, Result};
 use std::num::NonZeroU32;
 use std::ops::Range;
 
-/// Memory that a thread keeps between blocks.
+/// Memory for the blocks of one thread, kept between steps.
 #[derive(Debug, Default)]
 pub(super) struct Scratch {
     pub tables: Tables,
@@ -25,6 +25,18 @@ pub(super) struct Scratch {
 pub(super) struct Tables {
     queries: Vec<f32>,
     scores: Vec<f32>,
+}
+
+impl Scratch {
+    /// Makes room for every block over this cache, so that no later one has to.
+    pub fn fit(&mut self, cache: &Cache) {
+        let (group, head_dim) = (cache.query_heads() / cache.kv_heads(), cache.head_dim() as usize);
+        let rows = (cache.block_tokens() as usize * group).max(BLOCK_ROWS as usize);
+        at_least(&mut self.chunk, State::len(rows, head_dim));
+        at_least(&mut self.total, State::len(rows, head_dim));
+        at_least(&mut self.tables.queries, rows * head_dim);
+        at_least(&mut self.tables.scores, rows * CHUNK as usize);
+    }
 }
 
 /// `len` elements of `memory`, which grows to the largest asked for.

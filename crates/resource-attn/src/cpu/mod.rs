@@ -43,7 +43,9 @@ pub(crate) struct Work<'a> {
 }
 
 thread_local! {
-    static SCRATCH: RefCell<Scratch> = RefCell::default();
+    /// One for each thread that takes part, all made by the thread that starts them: one that had its own
+    /// would allocate in the step in which it first comes in time to take part.
+    static SCRATCH: RefCell<Vec<Mutex<Scratch>>> = const { RefCell::new(Vec::new()) };
     static PARTIALS: RefCell<Vec<f32>> = const { RefCell::new(Vec::new()) };
 }
 
@@ -78,23 +80,34 @@ pub(crate) fn attend(
     let part = State::len(rows, work.cache.head_dim() as usize);
     let heads = work.cache.kv_heads();
     let blocks = work.plan.blocks_of(work.group);
+    let mut scratch = SCRATCH.take();
+    scratch.resize_with(scratch.len().max(work.host.threads() as usize), Mutex::default);
+    scratch
+        .iter_mut()
+        .for_each(|s| s.get_mut().unwrap_or_else(PoisonError::into_inner).fit(work.cache));
     let mut kept = PARTIALS.take();
-    let partials = at_least(&mut kept, work.group.num_partials as usize * heads * part);
+    let wanted = work.group.num_partials as usize * heads * part;
+    if wanted > kept.capacity() {
+        // At once what the longest stream needs: by a chunk at a time, steps would allocate later.
+        let longest = work.cache.max_seq_len().div_ceil(CHUNK) as usize * heads * part;
+        kept.reserve_exact(wanted.max(longest) - kept.len());
+    }
+    let partials = at_least(&mut kept, wanted);
     let mut done = Ok(());
     if !partials.is_empty() {
         let split = blocks.iter().filter(|b| b.first_partial != NONE);
         let chunks = split.flat_map(|b| inputs.task(b).planned_chunks().map(move |c| (b, c)));
         // As many heads in one task as leave enough tasks for the threads.
-        let wanted = work.host.threads() as usize * BLOCKS_PER_THREAD as usize;
+        let tasks = work.host.threads() as usize * BLOCKS_PER_THREAD as usize;
         let all = work.group.num_partials as usize * heads;
-        let together = (all / wanted.max(1)).clamp(1, heads_together(rows, heads));
+        let together = (all / tasks.max(1)).clamp(1, heads_together(rows, heads));
         let units = chunks.flat_map(|(b, c)| {
             ranges(heads, together).map(move |heads| {
                 let len = heads.len() * part;
                 ((b, c, heads), len)
             })
         });
-        done = spread(work.host, all.div_ceil(together), units, partials, {
+        done = spread(work.host, &scratch, all.div_ceil(together), units, partials, {
             |(block, chunk, heads), scratch, parts| {
                 let task = inputs.task(block);
                 if !task.chunks().contains(&chunk) {
@@ -107,7 +120,7 @@ pub(crate) fn attend(
     if done.is_ok() {
         let partials = &*partials;
         let units = blocks.iter().map(|b| (b, b.tokens as usize * width));
-        done = spread(work.host, blocks.len(), units, out, |block, scratch, out| {
+        done = spread(work.host, &scratch, blocks.len(), units, out, |block, scratch, out| {
             let task = inputs.task(block);
             if task.row.kv_row == NONE {
                 out.fill(0.0);
@@ -122,6 +135,7 @@ pub(crate) fn attend(
         });
     }
     PARTIALS.set(kept);
+    SCRATCH.set(scratch);
     done
 }
 
@@ -129,6 +143,7 @@ pub(crate) fn attend(
 /// After an error no further task starts.
 fn spread<T: Send, I: Iterator<Item = (T, usize)> + Send>(
     host: &HostServicesHandle,
+    scratch: &[Mutex<Scratch>],
     count: usize,
     tasks: I,
     buffer: &mut [f32],
@@ -137,15 +152,15 @@ fn spread<T: Send, I: Iterator<Item = (T, usize)> + Send>(
     let queue = Queue::new(tasks, buffer);
     let failure = Mutex::new(None);
     let failed = || failure.lock().unwrap_or_else(PoisonError::into_inner);
-    let workers = host.threads().clamp(1, u32::try_from(count).unwrap_or(u32::MAX).max(1));
-    host.run(workers, |_| {
-        let mut scratch = SCRATCH.take();
+    let workers = scratch.len().min(count).max(1) as u32;
+    host.run(workers, |i| {
+        let Some(scratch) = scratch.get(i as usize) else { return };
+        let mut scratch = scratch.lock().unwrap_or_else(PoisonError::into_inner);
         while let Some((task, part)) = queue.next() {
             if let Err(e) = body(task, &mut scratch, part) {
                 *failed() = Some(e);
             }
         }
-        SCRATCH.set(scratch);
     });
     let failure = failed().take();
     failure.map_or(Ok(()), Err)
