@@ -144,10 +144,6 @@ impl Transfer {
         layout: String,
     ) -> Result<Option<Self>> {
         let Some(wanted) = &info.transfer_engine_info else { return Ok(None) };
-        if !info.device.is_cpu() {
-            let what = "pages of a CUDA device cannot be handed over yet; leave `transfer` out";
-            return Err(ResourceError::unsupported(what));
-        }
         let engine = transfer::engine(&wanted.engine, &wanted.endpoint)
             .map_err(|e| ResourceError::invalid(e.to_string()))?;
         let leases = Mutex::default();

@@ -317,7 +317,7 @@ fn churn(rounds: usize, lies: bool) -> (usize, Rig) {
         if let Some(leaving) = leaving {
             rig.resource.clear_preplan(Some(StepId(id + 1))).unwrap();
             rig.resource.remove_request(live.swap_remove(leaving).rid).unwrap();
-        } else if random(3) == 0 {
+        } else if random(4) > 0 {
             rig.resource.clear_preplan(Some(StepId(id + 1))).unwrap();
             rig.offload(&live[random(live.len())]);
         }

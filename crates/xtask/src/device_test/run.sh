@@ -65,7 +65,7 @@ if [[ " $only " == *" tests "* ]]; then
         passed=${counts%% passed*}; failed=${counts##*; }
         say "| $name | ${passed:-?} | ${failed%% failed} $([ $code -eq 0 ] || echo "(exit $code)") | $((SECONDS - start)) |"
     done
-    say; say "Pages to the host and back:"; say; grep -h 'GB/s' "$results"/*cuda_tiers.log | tee -a "$report"
+    say; say "Pages to the host and back:"; say; sed -n 's/.*\( \|^\)\([0-9]* pages of.*GB\/s.*\)/- \2/p' "$results"/*cuda_tiers.log | tee -a "$report"
 fi
 
 if [[ " $only " == *" sanitize "* ]] && command -v compute-sanitizer > /dev/null; then
