@@ -8,6 +8,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
+use engine_host::engine::Relay;
 use engine_host::error::ErrorKind;
 use engine_host::request::{Event, FinishReason, GenerateRequest};
 use reader::{Outcome, Setup, cache, cold, expected, greedy, letters, run, told};
@@ -144,6 +145,43 @@ fn sessions_make_room_for_a_request_that_needs_the_whole_pool() {
     let prompt: Vec<u32> = (0..20).collect();
     let got = run(&mut engine, vec![greedy(&prompt, 5)]);
     assert_eq!((&got[0].tokens, &got[0].failure), (&expected(&prompt, 5, 1), &None));
+}
+
+#[test]
+fn a_request_that_arrives_gives_its_pages_to_one_that_runs_alone() {
+    // It has pages from the moment at which it begins to arrive, and no place in a batch of one.
+    for prefix_cache in [true, false] {
+        let limits = EngineLimits { max_batch: 1, max_batch_tokens: 64, max_model_len: 64 };
+        let setup = Setup { pages: 10, transfer: true, prefix_cache, limits, ..Setup::default() };
+        let (mut first, mut second) = (setup.build(), setup.build());
+        let (prompt, other): (Vec<u32>, Vec<u32>) = ((0..18).collect(), (20..37).collect());
+        let relay = Relay { from: None, after: Some(3) };
+        first.submit_relayed(greedy(&prompt, 9), relay).unwrap();
+        let mut from = None;
+        while from.is_none() {
+            let handed = first.step().iter().find_map(|event| match event {
+                Event::HandedOver(_, handover) => Some((**handover).clone()),
+                _ => None,
+            });
+            from = handed;
+        }
+        let arriving = Relay { from, after: None };
+        let rids = [
+            second.submit_relayed(greedy(&prompt, 9), arriving).unwrap(),
+            second.submit(greedy(&other, 24)).unwrap(),
+        ];
+        let mut got = [Outcome::default(), Outcome::default()];
+        while !second.is_idle() {
+            for event in second.step().to_vec() {
+                rids.iter().zip(&mut got).for_each(|(&rid, got)| got.take(rid, &event));
+            }
+            cache(&second).assert_pages_conserved().unwrap();
+        }
+        assert_eq!((&got[1].tokens, &got[1].failure), (&expected(&other, 24, 1), &None));
+        assert_eq!((&got[0].tokens[..], &got[0].failure), (&expected(&prompt, 9, 1)[3..], &None));
+        assert_eq!(second.stats().preemptions, 1, "its pages were given up");
+        assert_eq!(told(&second, "pages.free") + told(&second, "pages.cached"), 10);
+    }
 }
 
 #[test]

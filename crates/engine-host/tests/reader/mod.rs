@@ -18,7 +18,7 @@ use model::{Node, NodeResources, StepInput, StepOutput};
 use resource_api::{
     DType, Device, EngineLimits, KindHandle, KvCache, KvCacheHandle, KvPlan, LabelId,
     NodeResourceSpec, RequestId, Resource, Sampler, SamplerHandle, StepContext, StepId, TensorView,
-    TensorViewMut,
+    TensorViewMut, TransferEngineInfo,
 };
 use serde_json::{Map, Value, json};
 
@@ -242,6 +242,8 @@ pub struct Setup {
     pub meanwhile: Option<Meanwhile>,
     /// Further settings of the cache.
     pub kv: Value,
+    /// Whether requests go to other engines of this process and come from them.
+    pub transfer: bool,
     /// Further resources: key, kind, settings.
     pub beside: Vec<(&'static str, &'static str, Value)>,
     /// Kinds of those that no plugin has.
@@ -260,6 +262,7 @@ impl Default for Setup {
             eos: Vec::new(),
             meanwhile: None,
             kv: json!({}),
+            transfer: false,
             beside: Vec::new(),
             kinds: Vec::new(),
         }
@@ -285,13 +288,14 @@ pub fn resources(
     list: &[(&str, &str, &[&str], Value)],
     limits: EngineLimits,
 ) -> (Arc<ResourceSet>, Arc<Services>) {
-    resources_of(registry(), list, limits)
+    resources_of(registry(), list, limits, false)
 }
 
 fn resources_of(
     registry: &Registry,
     list: &[(&str, &str, &[&str], Value)],
     limits: EngineLimits,
+    transfer: bool,
 ) -> (Arc<ResourceSet>, Arc<Services>) {
     let wanted = |(key, kind, nodes, settings): &(&str, &str, &[&str], Value)| Wanted {
         spec: NodeResourceSpec {
@@ -306,9 +310,10 @@ fn resources_of(
     let info = BuildInfo {
         device: Device::CPU,
         kv_dtype: DType::F32,
-        needs_remote_transfer: false,
+        needs_remote_transfer: transfer,
         batch_invariant: false,
-        transfer: None,
+        transfer: transfer
+            .then(|| TransferEngineInfo { engine: "in-process".into(), endpoint: String::new() }),
         limits,
     };
     let all = list.iter().map(wanted).collect();
@@ -340,14 +345,13 @@ impl Setup {
         all.extend(
             self.beside.iter().map(|(key, kind, settings)| (*key, *kind, own, settings.clone())),
         );
-        let (set, services) = match self.kinds.is_empty() {
-            true => resources(&all, self.limits),
-            false => {
-                let mut registry = new_registry();
-                self.kinds.iter().for_each(|kind| registry.link(kind.clone()));
-                resources_of(&registry, &all, self.limits)
-            }
-        };
+        let own_registry = (!self.kinds.is_empty()).then(|| {
+            let mut registry = new_registry();
+            self.kinds.iter().for_each(|kind| registry.link(kind.clone()));
+            registry
+        });
+        let registry = own_registry.as_ref().unwrap_or_else(|| registry());
+        let (set, services) = resources_of(registry, &all, self.limits, self.transfer);
         let facts = ModelFacts { eos: self.eos.clone(), vocab: VOCAB, identity: [7; 32] };
         let meanwhile = self.meanwhile.clone();
         let node = Reader { meanwhile, runs_ahead: self.run_ahead, ..Reader::default() };
