@@ -1,5 +1,5 @@
 //! Everything at once, at random: steps of any size, small pools, policies, requests that give way,
-//! leave the device, share beginnings, go on with sessions or have two streams, beside others that are
+//! leave the device, share beginnings, go on with sessions or in another engine, or have two streams, beside others that are
 //! cancelled or run out of time at any moment, also in the middle of a forward pass. Whoever stays gets
 //! the tokens that follow from its own alone, and all pages come back.
 
@@ -9,7 +9,7 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Duration;
 
-use engine_host::engine::{Canceller, Engine, Queue, Relief, Victims};
+use engine_host::engine::{Canceller, Engine, Queue, Relay, Relief, Victims};
 use engine_host::request::{Event, FinishReason, GenerateRequest};
 use reader::{Setup, VOCAB, cache, expected, greedy, mix, told};
 use resource_api::{EngineLimits, KvCache, RequestId, Resource, ResourceHandle, StepContext};
@@ -100,6 +100,8 @@ struct Visitor {
     most: u32,
     streams: Streams,
     session: Option<String>,
+    /// After so many tokens it goes on in the second engine, where there is one.
+    moves_after: Option<u32>,
     fate: Fate,
     /// The step before which it comes.
     comes: u32,
@@ -132,7 +134,9 @@ impl Visitor {
         };
         let session = dice.chance(25).then(|| format!("s{}", dice.below(2)));
         let (comes, ignores_eos) = (dice.below(25), dice.chance(50));
-        Self { prompt, most: 1 + dice.below(14), streams, session, fate, comes, ignores_eos }
+        let moves_after = dice.chance(50).then(|| 1 + dice.below(4));
+        let most = 1 + dice.below(14);
+        Self { prompt, most, streams, session, moves_after, fate, comes, ignores_eos }
     }
 
     fn request(&self) -> GenerateRequest {
@@ -165,18 +169,21 @@ impl Visitor {
     }
 }
 
+/// A request of an engine.
+type Id = (usize, RequestId);
+
 /// What other threads do while a step runs.
 #[derive(Default)]
 struct Meanwhile {
-    with: OnceLock<(Canceller, Vec<ResourceHandle>)>,
-    to_cancel: Mutex<Vec<RequestId>>,
+    with: OnceLock<(Vec<Canceller>, Vec<ResourceHandle>)>,
+    to_cancel: Mutex<Vec<Id>>,
     count: Mutex<u32>,
 }
 
 impl Meanwhile {
     fn act(&self) {
-        let Some((canceller, resources)) = self.with.get() else { return };
-        self.to_cancel.lock().unwrap().drain(..).for_each(|rid| canceller.cancel(rid));
+        let Some((cancellers, resources)) = self.with.get() else { return };
+        self.to_cancel.lock().unwrap().drain(..).for_each(|(at, rid)| cancellers[at].cancel(rid));
         let mut count = self.count.lock().unwrap();
         *count += 1;
         if count.is_multiple_of(5) {
@@ -197,7 +204,7 @@ struct Seen {
 }
 
 struct Storm {
-    engine: Engine,
+    engines: Vec<Engine>,
     meanwhile: Arc<Meanwhile>,
     how: String,
     /// Every so many steps a request gives way, or all leave.
@@ -205,6 +212,8 @@ struct Storm {
     all_leave: u32,
     eos: Vec<u32>,
     pages: u32,
+    /// Requests that went on in the second engine.
+    moved: u64,
 }
 
 impl Storm {
@@ -232,7 +241,13 @@ impl Storm {
             kv: if host_pages > 0 { json!({ "host_pages": host_pages }) } else { json!({}) },
             ..Setup::default()
         };
-        let mut engine = setup.build();
+        let mut setup = Setup { transfer: dice.chance(40), ..setup };
+        if setup.transfer {
+            // What nobody reads any more, since its request was cancelled, stays for a minute.
+            setup.kv["transfer_pages"] = json!(400);
+        }
+        let mut engines: Vec<_> =
+            (0..1 + usize::from(setup.transfer)).map(|_| setup.build()).collect();
         let victims = [
             Victims::Youngest,
             Victims::LeastRecent,
@@ -240,81 +255,101 @@ impl Storm {
             Victims::Priority("sampler".into()),
         ];
         let (victims, queue) = (dice.of(&victims), dice.of(&[Queue::Strict, Queue::Skip(2)]));
-        let offloads = dice.chance(60);
-        engine.set_victims(victims.clone()).unwrap();
-        engine.set_queue(queue);
-        if !offloads {
-            engine.set_relief(&[Relief::Evict, Relief::Recompute]);
+        let (offloads, sessions) = (dice.chance(60), dice.of(&[0, 1, 64]));
+        for engine in &mut engines {
+            engine.set_victims(victims.clone()).unwrap();
+            engine.set_queue(queue);
+            if !offloads {
+                engine.set_relief(&[Relief::Evict, Relief::Recompute]);
+            }
+            engine.set_max_sessions(sessions);
         }
-        engine.set_max_sessions(dice.of(&[0, 1, 64]));
-        let handles = engine.resources().entries().iter().map(|e| e.resource().clone()).collect();
-        let _ = meanwhile.with.set((engine.canceller(), handles));
+        let entries = engines.iter().flat_map(|engine| engine.resources().entries());
+        let handles = entries.map(|entry| entry.resource().clone()).collect();
+        let _ = meanwhile.with.set((engines.iter().map(Engine::canceller).collect(), handles));
         let (gives_way, all_leave) = (dice.of(&[0, 0, 2, 5]), dice.of(&[0, 0, 3]));
         let how = format!(
             "{pages} pages of {page_size}, {host_pages} in host memory, {limits:?}, preplan {}, run \
              ahead {}, prefix cache {}, victims {victims}, {queue:?}, offload {offloads}, gives way \
-             every {gives_way}, all leave every {all_leave}",
-            setup.preplan, setup.run_ahead, setup.prefix_cache
+             every {gives_way}, all leave every {all_leave}, {} engines",
+            setup.preplan,
+            setup.run_ahead,
+            setup.prefix_cache,
+            engines.len()
         );
-        Self { engine, meanwhile, how, gives_way, all_leave, eos: setup.eos, pages }
+        Self { engines, meanwhile, how, gives_way, all_leave, eos: setup.eos, pages, moved: 0 }
     }
 
     fn run(&mut self, visitors: &[Visitor]) -> Result<(), String> {
         let mut seen: Vec<Seen> = visitors.iter().map(|_| Seen::default()).collect();
-        let mut rids: BTreeMap<RequestId, usize> = BTreeMap::new();
-        let mut of: Vec<Option<(RequestId, u32)>> = vec![None; visitors.len()];
+        let mut rids: BTreeMap<Id, usize> = BTreeMap::new();
+        let mut of: Vec<Option<(Id, u32)>> = vec![None; visitors.len()];
         for step in 0.. {
             if step > 3000 {
-                return Err("the engine makes no progress".into());
+                return Err("the engines make no progress".into());
             }
             let all_came = of.iter().all(Option::is_some);
-            if all_came && self.engine.is_idle() {
+            if all_came && self.engines.iter().all(Engine::is_idle) {
                 break;
             }
             for (i, visitor) in visitors.iter().enumerate() {
                 match of[i] {
                     None if visitor.comes <= step => {
-                        let rid = self.engine.submit(visitor.request());
-                        let rid = rid.map_err(|e| format!("{i} is refused: {e}"))?;
-                        of[i] = Some((rid, step));
-                        rids.insert(rid, i);
+                        let after = visitor.moves_after.filter(|_| self.engines.len() > 1);
+                        let relay = Relay { from: None, after };
+                        let rid = self.engines[0].submit_relayed(visitor.request(), relay);
+                        let id = (0, rid.map_err(|e| format!("{i} is refused: {e}"))?);
+                        of[i] = Some((id, step));
+                        rids.insert(id, i);
                     }
                     None => {}
-                    Some((rid, came)) if !seen[i].gone => match visitor.fate {
+                    Some((id, came)) if !seen[i].gone => match visitor.fate {
                         Fate::CancelledAt(at) if came + at == step => {
-                            self.engine.cancel(rid);
+                            self.engines[id.0].cancel(id.1);
                             seen[i].gone = true;
                         }
                         Fate::CancelledIn(at) if came + at == step => {
-                            self.meanwhile.to_cancel.lock().unwrap().push(rid);
+                            self.meanwhile.to_cancel.lock().unwrap().push(id);
                         }
                         _ => {}
                     },
                     Some(_) => {}
                 }
             }
-            // Not for ever: what gives way each time before it gets anywhere would never end.
-            if self.gives_way > 0 && step % self.gives_way == 0 && step < 60 {
-                self.engine.preempt_one();
-            }
-            if self.all_leave > 0 && step % self.all_leave == 0 && step < 60 {
-                self.engine.offload_running();
-            }
-            for event in self.engine.step().to_vec() {
-                let Some(&i) = rids.get(&event.request()) else {
-                    return Err(format!("an event of nobody: {event:?}"));
-                };
-                if seen[i].gone || seen[i].end.is_some() || seen[i].failure.is_some() {
-                    return Err(format!("{i} is gone and has an event: {event:?}"));
+            let mut moving = Vec::new();
+            for (at, engine) in self.engines.iter_mut().enumerate() {
+                // Not for ever: what gives way each time before it gets anywhere would never end.
+                if self.gives_way > 0 && step % self.gives_way == 0 && step < 60 {
+                    engine.preempt_one();
                 }
-                match event {
-                    Event::Token(_, token) => seen[i].tokens.push(token.id),
-                    Event::Finished(_, reason, _) => seen[i].end = Some(reason),
-                    Event::Failed(_, why) => seen[i].failure = Some(why.message),
-                    other => return Err(format!("{other:?}")),
+                if self.all_leave > 0 && step % self.all_leave == 0 && step < 60 {
+                    engine.offload_running();
                 }
+                for event in engine.step().to_vec() {
+                    let Some(&i) = rids.get(&(at, event.request())) else {
+                        return Err(format!("an event of nobody: {event:?}"));
+                    };
+                    if seen[i].gone || seen[i].end.is_some() || seen[i].failure.is_some() {
+                        return Err(format!("{i} is gone and has an event: {event:?}"));
+                    }
+                    match event {
+                        Event::Token(_, token) => seen[i].tokens.push(token.id),
+                        Event::Finished(_, reason, _) => seen[i].end = Some(reason),
+                        Event::Failed(_, why) => seen[i].failure = Some(why.message),
+                        Event::HandedOver(_, handover) => moving.push((i, *handover)),
+                        other => return Err(format!("{other:?}")),
+                    }
+                }
+                cache(engine).assert_pages_conserved().map_err(|e| e.to_string())?;
             }
-            cache(&self.engine).assert_pages_conserved().map_err(|e| e.to_string())?;
+            for (i, handover) in moving {
+                let relay = Relay { from: Some(handover), after: None };
+                let rid = self.engines[1].submit_relayed(visitors[i].request(), relay);
+                let id = (1, rid.map_err(|e| format!("{i} is refused elsewhere: {e}"))?);
+                of[i] = of[i].map(|(_, came)| (id, came));
+                rids.insert(id, i);
+                self.moved += 1;
+            }
         }
         for (i, (visitor, seen)) in visitors.iter().zip(&seen).enumerate() {
             let (tokens, reason) = visitor.expected(&self.eos);
@@ -338,12 +373,15 @@ impl Storm {
                 ));
             }
         }
-        self.engine.set_max_sessions(0);
-        let engine = &self.engine;
-        let free: u64 =
-            ["free", "cached", "waiting"].map(|p| told(engine, &format!("pages.{p}"))).iter().sum();
-        if free != u64::from(self.pages) || told(engine, "away") != 0 {
-            return Err(format!("{free} of {} pages are free at the end", self.pages));
+        for engine in &mut self.engines {
+            engine.set_max_sessions(0);
+            let count = |path: &str| told(engine, path);
+            let free: u64 =
+                ["free", "cached", "waiting"].map(|p| count(&format!("pages.{p}"))).iter().sum();
+            // Pages that a read still writes to come free when it has ended.
+            if free + count("quarantined") != u64::from(self.pages) || count("away") != 0 {
+                return Err(format!("{free} of {} pages are free at the end", self.pages));
+            }
         }
         Ok(())
     }
@@ -357,7 +395,8 @@ fn whoever_stays_gets_what_it_would_have_got_alone() {
         Some(seed) => seed..seed + 1,
         None => 0..number("STORM").unwrap_or(300),
     };
-    let (mut faults, mut gave_way, mut offloads, mut ahead) = (Vec::new(), 0, 0, (0, 0));
+    let (mut faults, mut ahead) = (Vec::new(), (0, 0));
+    let (mut gave_way, mut offloads, mut moved) = (0, 0, 0);
     let count = seeds.end - seeds.start;
     for seed in seeds {
         let mut dice = Dice(mix(seed));
@@ -368,10 +407,12 @@ fn whoever_stays_gets_what_it_would_have_got_alone() {
         if let Err(what) = storm.run(&visitors) {
             faults.push(format!("seed {seed}: {}: {what}", storm.how));
         }
-        let stats = storm.engine.stats();
-        gave_way += stats.preemptions;
-        offloads += stats.offloads;
-        ahead = (ahead.0 + stats.planned_ahead, ahead.1 + stats.run_ahead);
+        moved += storm.moved;
+        for stats in storm.engines.iter().map(Engine::stats) {
+            gave_way += stats.preemptions;
+            offloads += stats.offloads;
+            ahead = (ahead.0 + stats.planned_ahead, ahead.1 + stats.run_ahead);
+        }
     }
     assert!(
         faults.is_empty(),
@@ -381,6 +422,7 @@ fn whoever_stays_gets_what_it_would_have_got_alone() {
     );
     if count > 100 {
         assert!(gave_way > count && offloads > count, "{gave_way} {offloads}");
+        assert!(moved > count / 2, "{moved}");
         assert!(ahead.0 > count && ahead.1 > count, "{ahead:?}");
     }
 }
