@@ -4,8 +4,8 @@ mod reader;
 
 use engine_host::engine::Engine;
 use engine_host::request::{Event, FinishReason, GenerateRequest};
-use reader::{Outcome, Setup, expected, greedy, run, told};
-use resource_api::{EngineLimits, RequestId};
+use reader::{BUDGET, Outcome, Setup, expected, greedy, run, told};
+use resource_api::{Device, EngineLimits, HostServices, RequestId, Resource};
 use serde_json::{Value, json};
 
 fn text(seed: u32, len: u32) -> Vec<u32> {
@@ -245,4 +245,40 @@ fn every_call_of_step_tells_of_one_token_of_each() {
         assert_eq!(tokens, 3);
     }
     assert!(engine.is_idle());
+}
+
+#[test]
+fn an_engine_may_go_at_any_moment_while_others_look_and_cancel() {
+    for (run_ahead, preplan) in [(true, true), (false, true), (false, false)] {
+        for steps in 0..7 {
+            let setup = Setup { run_ahead, preplan, ..Setup::default() };
+            let mut engine = setup.build();
+            let services = engine.services().clone();
+            let rids: Vec<_> = (0..3)
+                .map(|i| engine.submit(greedy(&text(i, 4 + i), 3 + 4 * i)).unwrap())
+                .collect();
+            let entries = engine.resources().entries().iter();
+            let resources: Vec<_> = entries.map(|entry| entry.resource().clone()).collect();
+            let (canceller, goes) = (engine.canceller(), std::sync::Barrier::new(2));
+            std::thread::scope(|scope| {
+                scope.spawn(|| {
+                    goes.wait();
+                    for &rid in rids.iter().cycle().take(30) {
+                        canceller.cancel(rid);
+                        resources.iter().for_each(|r| drop(r.inspect()));
+                    }
+                });
+                (0..steps).for_each(|_| drop(engine.step().to_vec()));
+                goes.wait();
+                // Steps go on beside them, and then the engine goes with what is in flight.
+                engine.step();
+                drop(engine);
+            });
+            // Whoever holds a resource can still ask it; with the last of them its memory goes.
+            resources.iter().for_each(|r| drop(r.inspect()));
+            assert!(services.free_memory(Device::CPU) < BUDGET);
+            drop(resources);
+            assert_eq!(services.free_memory(Device::CPU), BUDGET, "after {steps} steps");
+        }
+    }
 }

@@ -27,6 +27,9 @@ pub const VOCAB: usize = 64;
 /// Elements of a key: the token, and its place in the stream.
 pub const DIM: usize = 2;
 
+/// Bytes of host memory that resources may take.
+pub const BUDGET: u64 = 1 << 30;
+
 /// What runs in the middle of every forward pass, after the tokens were written.
 pub type Meanwhile = Arc<dyn Fn(&StepContext<'_>) + Send + Sync>;
 
@@ -306,7 +309,7 @@ fn resources_of(
         },
         depends_on: Vec::new(),
     };
-    let services = Services::new(1, 1 << 30);
+    let services = Services::new(1, BUDGET);
     let info = BuildInfo {
         device: Device::CPU,
         kv_dtype: DType::F32,
