@@ -229,12 +229,19 @@ pub enum KvDtype {
     Bf16,
     /// 8 bits, with 4 of exponent and 3 of mantissa; on a GPU.
     Fp8,
+    /// 8 bits, and a scale for each token and head; on the CPU.
+    I8,
 }
 
 impl KvDtype {
     /// Names in the configuration.
-    pub const NAMES: [(&'static str, Self); 4] =
-        [("f32", Self::F32), ("f16", Self::F16), ("bf16", Self::Bf16), ("fp8", Self::Fp8)];
+    pub const NAMES: [(&'static str, Self); 5] = [
+        ("f32", Self::F32),
+        ("f16", Self::F16),
+        ("bf16", Self::Bf16),
+        ("fp8", Self::Fp8),
+        ("i8", Self::I8),
+    ];
 
     /// Name in the configuration.
     pub fn name(self) -> &'static str {
@@ -243,6 +250,7 @@ impl KvDtype {
             Self::F16 => "f16",
             Self::Bf16 => "bf16",
             Self::Fp8 => "fp8",
+            Self::I8 => "i8",
         }
     }
 }

@@ -239,7 +239,7 @@ big.number = 9223372036854775808
         found,
         [
             "engine.toml:2:10: device = \"gpu\" is neither \"cpu\" nor \"cuda:N\"",
-            "engine.toml:3:12: kv_dtype = \"bf61\" in [engine] is not one of f32, f16, bf16, fp8; \
+            "engine.toml:3:12: kv_dtype = \"bf61\" in [engine] is not one of f32, f16, bf16, fp8, i8; \
              did you mean \"bf16\"?",
             "engine.toml:4:11: threads = 0 in [engine] is out of range: it must be 1 to 1024",
             "engine.toml:5:13: max_batch = 99999999999999999999999 in [engine] is out of range: it \
@@ -393,7 +393,7 @@ fn what_is_wrong_with_a_flag_names_the_flag() {
         ),
         (
             flag("engine.kv_dtype", "bf61"),
-            "--kv_dtype: kv_dtype = \"bf61\" in [engine] is not one of f32, f16, bf16, fp8; did you mean \"bf16\"?",
+            "--kv_dtype: kv_dtype = \"bf61\" in [engine] is not one of f32, f16, bf16, fp8, i8; did you mean \"bf16\"?",
         ),
         (
             flag("server.host", "example.org"),
@@ -495,7 +495,7 @@ fn the_schema_knows_every_setting_and_the_default_file() {
         Some(&65_536.into())
     );
     let dtypes = schema.pointer("/properties/engine/properties/kv_dtype/enum").unwrap();
-    assert_eq!(dtypes, &serde_json::json!(["f32", "f16", "bf16", "fp8"]));
+    assert_eq!(dtypes, &serde_json::json!(["f32", "f16", "bf16", "fp8", "i8"]));
 }
 
 #[test]

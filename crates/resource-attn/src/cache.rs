@@ -96,10 +96,11 @@ fn check(facts: &KvFacts, device: Device) -> Result<()> {
         )));
     }
     let known = [DType::F32, DType::F16, DType::BF16];
-    if !known.contains(&facts.dtype) && (device.is_cpu() || facts.dtype != DType::F8E4M3) {
+    let of_device = if device.is_cpu() { DType::I8 } else { DType::F8E4M3 };
+    if !known.contains(&facts.dtype) && facts.dtype != of_device {
         return Err(ResourceError::unsupported(format!(
-            "attention reads f32, f16 and bf16, on a CUDA device also fp8, not {}: set kv_dtype to \
-             one of them",
+            "attention reads f32, f16 and bf16, on the CPU also i8, on a CUDA device fp8, not {}: set \
+             kv_dtype to one of them",
             facts.dtype.name()
         )));
     }

@@ -1,6 +1,7 @@
 //! Where a page, layer, head and slot lie in the cache's memory.
 
-use resource_api::{KvFacts, ResourceError, Result};
+use device::attention::SCALE_BYTES;
+use resource_api::{DType, KvFacts, ResourceError, Result};
 
 use crate::spec::Shape;
 
@@ -8,12 +9,14 @@ use crate::spec::Shape;
 ///
 /// All layers of a page lie together, so that a page moves to another place as one block; within a
 /// layer keys come before values, and a head's slots lie together, so that attention walks a page of
-/// one head without gaps: `[page][layer][k, v][head][slot][dim]`.
+/// one head without gaps: `[page][layer][k, v][head][slot][dim]`. Behind each row of int8 lies its scale: a
+/// scale of a whole page would change what earlier tokens hold whenever a later one is larger, and pages that
+/// hold the same tokens would differ by how these were cut into steps.
 ///
 /// # Errors
 /// When the cache is larger than an address space.
 pub(crate) fn lay_out(shape: &Shape, num_pages: u32) -> Result<KvFacts> {
-    let slot_stride = u64::from(shape.head_dim);
+    let slot_stride = u64::from(shape.head_dim) + scale_elements(shape.dtype);
     let too_large = || {
         let what = "a cache of these layers, heads and pages is larger than any memory";
         ResourceError::invalid(what)
@@ -40,6 +43,11 @@ pub(crate) fn lay_out(shape: &Shape, num_pages: u32) -> Result<KvFacts> {
         head_stride,
         slot_stride,
     })
+}
+
+/// Elements behind each row for its scale.
+pub(crate) fn scale_elements(dtype: DType) -> u64 {
+    if dtype == DType::I8 { SCALE_BYTES as u64 } else { 0 }
 }
 
 /// Bytes of all pages.

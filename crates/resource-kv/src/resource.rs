@@ -109,11 +109,13 @@ impl Kv {
 /// Everything that a stored page depends on beyond its tokens and the model, each part tagged.
 fn fingerprint(facts: &KvFacts, salt: &str) -> Vec<u8> {
     let KvFacts { num_layers, num_kv_heads, head_dim, page_size, dtype, .. } = facts;
-    let dtype = dtype.name();
+    let scaled = crate::geometry::scale_elements(*dtype) > 0;
     let layout = "page layer kv head slot dim";
+    let layout = if scaled { "page layer kv head slot dim+scale" } else { layout };
     format!(
         "kv/1;layers={num_layers};heads={num_kv_heads};dim={head_dim};page={page_size};\
-         dtype={dtype};layout={layout};salt={}:{salt}",
+         dtype={};layout={layout};salt={}:{salt}",
+        dtype.name(),
         salt.len()
     )
     .into_bytes()

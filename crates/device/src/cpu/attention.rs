@@ -1,4 +1,4 @@
-//! The two products of attention, over rows of cached keys or values stored as f32, f16 or bf16.
+//! The two products of attention, over rows of cached keys or values stored as f32, f16, bf16 or int8.
 //!
 //! Rows are those of one head in one page; several query heads may share them, and each row is then
 //! read and widened once for all. A score sums its row in one fixed order; a weighted sum adds rows
@@ -8,10 +8,13 @@
 
 mod products;
 mod rows;
+mod scaled;
 
 pub use self::products::{accumulate_rows, dot_rows};
 pub(crate) use self::rows::{Element, Slice, store_elements};
 pub use self::rows::{Rows, Storage, load_row, store_row};
+pub use self::scaled::SCALE_BYTES;
+pub(crate) use self::scaled::steps_of;
 #[cfg(doc)]
 use crate::CpuFeatures;
 

@@ -46,6 +46,7 @@ impl SharedPool {
             PoolType::F32 => DType::F32,
             PoolType::F16 => DType::F16,
             PoolType::BF16 => DType::BF16,
+            PoolType::I8 => DType::I8,
         };
         let mut raw = RawTensor::contiguous(pool.data, Device::CPU, dtype, shape);
         raw.byte_offset = (start * pool.element.bytes()) as u64;

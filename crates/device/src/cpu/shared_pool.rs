@@ -15,12 +15,12 @@ mod turns;
 use std::marker::PhantomData;
 use std::ops::Range;
 use std::ptr::NonNull;
-use std::sync::atomic::{AtomicU16, AtomicU32, Ordering};
+use std::sync::atomic::{AtomicU8, AtomicU16, AtomicU32, Ordering};
 
 use half::{bf16, f16};
 
 pub use self::turns::Turns;
-use crate::cpu::attention::{Element, Rows, Slice, store_elements};
+use crate::cpu::attention::{Element, Rows, SCALE_BYTES, Slice, steps_of, store_elements};
 use crate::cpu::memory::AlignedBuffer;
 use crate::error::{Error, Result, product};
 
@@ -31,6 +31,8 @@ pub enum PoolType {
     F32 = 0,
     F16 = 1,
     BF16 = 2,
+    /// Rows have their scale behind them, see [`Rows::i8`].
+    I8 = 3,
 }
 
 impl PoolType {
@@ -39,6 +41,7 @@ impl PoolType {
         match self {
             Self::F32 => 4,
             Self::F16 | Self::BF16 => 2,
+            Self::I8 => 1,
         }
     }
 }
@@ -211,12 +214,13 @@ impl PoolReader<'_> {
         Ok(Rows::new(self.slice(start, len)?, stride))
     }
 
-    /// Widens the elements from `start` on into `out`.
+    /// Widens the row from element `start` on into `out`.
     ///
     /// # Errors
     /// When they reach beyond the pool.
     pub fn load(&self, start: usize, out: &mut [f32]) -> Result<()> {
-        let rows = Rows::new(self.slice(start, out.len())?, out.len());
+        let behind = if self.view.raw.element == PoolType::I8 { SCALE_BYTES } else { 0 };
+        let rows = Rows::new(self.slice(start, out.len() + behind)?, out.len());
         crate::cpu::attention::load_row(rows, 0, out);
         Ok(())
     }
@@ -230,6 +234,7 @@ impl PoolReader<'_> {
             Slice::F32(x) => bytemuck::cast_slice(x),
             Slice::F16(x) => bytemuck::cast_slice(x),
             Slice::BF16(x) => bytemuck::cast_slice(x),
+            Slice::I8(x) => bytemuck::cast_slice(x),
         })
     }
 
@@ -250,6 +255,7 @@ impl PoolReader<'_> {
                 PoolType::F32 => Slice::F32(typed(data, len)),
                 PoolType::F16 => Slice::F16(typed(data, len)),
                 PoolType::BF16 => Slice::BF16(typed(data, len)),
+                PoolType::I8 => Slice::I8(typed(data, len)),
             }
         })
     }
@@ -284,6 +290,7 @@ impl PoolWriter<'_> {
             PoolType::BF16 => {
                 self.store_as::<bf16>(start, row, |at, x| self.put_u16(at, x.to_bits()));
             }
+            PoolType::I8 => self.store_scaled(start, row)?,
         }
         Ok(())
     }
@@ -300,14 +307,16 @@ impl PoolWriter<'_> {
             return Err(Error::Length { what, unit: "bytes", got: bytes.len(), need });
         }
         self.view.check(start, bytes.len() / size)?;
-        if size == 4 {
-            for (i, word) in bytes.as_chunks().0.iter().enumerate() {
-                self.put_u32(start + i, u32::from_ne_bytes(*word));
+        match size {
+            4 => {
+                let words = bytes.as_chunks().0.iter().enumerate();
+                words.for_each(|(i, word)| self.put_u32(start + i, u32::from_ne_bytes(*word)));
             }
-        } else {
-            for (i, word) in bytes.as_chunks().0.iter().enumerate() {
-                self.put_u16(start + i, u16::from_ne_bytes(*word));
+            2 => {
+                let words = bytes.as_chunks().0.iter().enumerate();
+                words.for_each(|(i, word)| self.put_u16(start + i, u16::from_ne_bytes(*word)));
             }
+            _ => bytes.iter().enumerate().for_each(|(i, byte)| self.put_u8(start + i, *byte)),
         }
         Ok(())
     }
@@ -320,13 +329,35 @@ impl PoolWriter<'_> {
         let len = from.end.saturating_sub(from.start);
         self.view.check(from.start, len)?;
         self.view.check(to, len)?;
-        for i in 0..len {
-            if self.view.raw.element.bytes() == 4 {
-                self.put_u32(to + i, self.u32_at(from.start + i).load(Ordering::Relaxed));
-            } else {
-                self.put_u16(to + i, self.u16_at(from.start + i).load(Ordering::Relaxed));
-            }
+        let from = from.start;
+        match self.view.raw.element.bytes() {
+            4 => (0..len)
+                .for_each(|i| self.put_u32(to + i, self.u32_at(from + i).load(Ordering::Relaxed))),
+            2 => (0..len)
+                .for_each(|i| self.put_u16(to + i, self.u16_at(from + i).load(Ordering::Relaxed))),
+            _ => (0..len)
+                .for_each(|i| self.put_u8(to + i, self.u8_at(from + i).load(Ordering::Relaxed))),
         }
+        Ok(())
+    }
+
+    /// Stores a row as steps, and behind it how large they are.
+    fn store_scaled(&self, start: usize, row: &[f32]) -> Result<()> {
+        const AT_ONCE: usize = 256;
+        self.view.check(start, row.len().saturating_add(SCALE_BYTES))?;
+        let (step, steps) = steps_of(row);
+        let (mut scaled, mut rounded) = ([0.0; AT_ONCE], [0_i8; AT_ONCE]);
+        for (part, x) in row.chunks(AT_ONCE).enumerate() {
+            // Of a row that is not finite the scale tells.
+            let to_steps = |x: f32| if steps == 0.0 { 0.0 } else { x * steps };
+            scaled.iter_mut().zip(x).for_each(|(to, &x)| *to = to_steps(x));
+            store_elements(&scaled[..x.len()], &mut rounded[..x.len()]);
+            let first = start + part * AT_ONCE;
+            let rounded = rounded[..x.len()].iter().enumerate();
+            rounded.for_each(|(i, x)| self.put_u8(first + i, x.cast_unsigned()));
+        }
+        let scale = step.to_ne_bytes();
+        scale.iter().enumerate().for_each(|(i, &byte)| self.put_u8(start + row.len() + i, byte));
         Ok(())
     }
 
@@ -353,6 +384,17 @@ impl PoolWriter<'_> {
         debug_assert!(at < self.view.raw.elements && self.view.raw.element.bytes() == 2);
         // SAFETY: as above, for 2-byte elements.
         unsafe { &*self.view.at(at).cast() }
+    }
+
+    fn u8_at(&self, at: usize) -> &AtomicU8 {
+        debug_assert!(at < self.view.raw.elements && self.view.raw.element.bytes() == 1);
+        // SAFETY: as above, for single bytes.
+        unsafe { &*self.view.at(at).cast() }
+    }
+
+    #[inline(always)]
+    fn put_u8(&self, at: usize, bits: u8) {
+        self.u8_at(at).store(bits, Ordering::Relaxed);
     }
 
     #[inline(always)]

@@ -207,7 +207,8 @@ pub struct Retention {
     pub protected_prefix: u32,
 }
 
-/// Keys and values of one layer as strided tensors `[pages, slots, kv heads, head dim]`.
+/// Keys and values of one layer as strided tensors `[pages, slots, kv heads, head dim]`. A row of i8 is
+/// `head dim` steps and behind them, as four more elements, how large a step is: an `f32` as the machine stores it.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, StableAbi)]
 pub struct KvLayer<'a> {

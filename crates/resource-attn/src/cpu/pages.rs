@@ -1,7 +1,7 @@
 //! Keys or values of a layer as rows that the kernels read.
 
 use crate::cache::Cache;
-use device::attention::Rows;
+use device::attention::{Rows, SCALE_BYTES};
 use resource_api::{DType, ResourceError, Result, TensorView};
 
 /// One half of a paged layer, its strides checked.
@@ -11,7 +11,8 @@ pub(super) struct Pages<'a> {
     page_stride: usize,
     slot_stride: usize,
     head_stride: usize,
-    head_dim: usize,
+    /// Elements of a row, with those of a scale behind it.
+    row: usize,
 }
 
 impl<'a> Pages<'a> {
@@ -20,14 +21,15 @@ impl<'a> Pages<'a> {
     /// # Errors
     /// `INCOMPATIBLE` when it is not what the cache's facts say, or a head's elements are apart.
     pub fn new(view: TensorView<'a>, cache: &Cache) -> Result<Self> {
-        let head_dim = cache.head_dim() as usize;
-        let expected = [cache.page_size() as usize, cache.kv_heads(), head_dim];
+        let scale = if cache.dtype() == DType::I8 { SCALE_BYTES } else { 0 };
+        let row = cache.head_dim() as usize + scale;
+        let expected = [cache.page_size() as usize, cache.kv_heads(), row];
         let raw = view.raw();
         let as_expected = raw.rank == 4
             && raw.device.is_cpu()
             && raw.shape[1..4].iter().zip(expected).all(|(&have, want)| have == want as i64)
             && raw.strides[..4].iter().all(|&s| s >= 0)
-            && (raw.strides[3] == 1 || head_dim == 1);
+            && (raw.strides[3] == 1 || row == 1);
         if !as_expected {
             let message = format!(
                 "the cache's layer is {:?} with strides {:?} on {}, not [pages, {}, {}, {}] with \
@@ -43,13 +45,13 @@ impl<'a> Pages<'a> {
         }
         let stride = |i: usize| raw.strides[i] as usize;
         let (page_stride, slot_stride, head_stride) = (stride(0), stride(1), stride(2));
-        Ok(Self { view, page_stride, slot_stride, head_stride, head_dim })
+        Ok(Self { view, page_stride, slot_stride, head_stride, row })
     }
 
     /// Bytes of one head in a page.
     pub fn run_bytes(&self) -> usize {
         let raw = self.view.raw();
-        raw.shape[1] as usize * self.head_dim * raw.dtype.size()
+        raw.shape[1] as usize * self.row * raw.dtype.size()
     }
 
     /// The rows of one head in slots `slot..slot + count` of a page. Reaches for no other slot.
@@ -58,12 +60,13 @@ impl<'a> Pages<'a> {
         let start = (page as usize).checked_mul(self.page_stride)?
             + slot as usize * self.slot_stride
             + head * self.head_stride;
-        let len = count.checked_sub(1)? * self.slot_stride + self.head_dim;
+        let len = count.checked_sub(1)? * self.slot_stride + self.row;
         let stride = self.slot_stride;
         match self.view.raw().dtype {
             DType::F32 => Some(Rows::f32(self.view.window(start, len)?, stride)),
             DType::F16 => Some(Rows::f16(self.view.window(start, len)?, stride)),
             DType::BF16 => Some(Rows::bf16(self.view.window(start, len)?, stride)),
+            DType::I8 => Some(Rows::i8(self.view.window(start, len)?, stride)),
             _ => None,
         }
     }

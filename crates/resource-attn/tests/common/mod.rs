@@ -106,12 +106,25 @@ fn cached(config: &Config, stream: &Stream, kind: u32, position: u32) -> Vec<f32
     (0..n).map(|i| noise(stream.seed, kind, position, i)).collect()
 }
 
-fn rounded(dtype: DType, x: f32) -> f64 {
-    match dtype {
-        DType::F16 => f16::from_f32(x).to_f64(),
-        DType::BF16 => bf16::from_f32(x).to_f64(),
-        _ => f64::from(x),
-    }
+/// What the cache holds of [`cached`].
+fn held(config: &Config, stream: &Stream, kind: u32, position: u32) -> Vec<f64> {
+    let all = cached(config, stream, kind, position);
+    let rounded = |row: &[f32]| -> Vec<f64> {
+        let most = row.iter().fold(0.0, |most: f32, x| most.max(x.abs()));
+        let one = |&x: &f32| match config.dtype {
+            DType::F16 => f16::from_f32(x).to_f64(),
+            DType::BF16 => bf16::from_f32(x).to_f64(),
+            DType::I8 => f64::from((x * (127.0 / most)).round_ties_even() * (most / 127.0)),
+            _ => f64::from(x),
+        };
+        row.iter().map(one).collect()
+    };
+    all.chunks(config.head_dim).flat_map(rounded).collect()
+}
+
+/// Elements of a row with what lies behind it.
+fn row_elements(config: &Config) -> u64 {
+    config.head_dim as u64 + if config.dtype == DType::I8 { 4 } else { 0 }
 }
 
 /// Attention of one token over `stream`'s first `len` keys in float64, straight from the formula.
@@ -129,9 +142,8 @@ pub fn reference(config: &Config, q: &[f32], stream: &Stream, at: u32, len: u32)
         let kv = h / group * d;
         let mut weights = Vec::new();
         for position in first..=last {
-            let k = cached(config, stream, K, position);
-            let dot: f64 =
-                (0..d).map(|i| f64::from(q[h * d + i]) * rounded(config.dtype, k[kv + i])).sum();
+            let k = held(config, stream, K, position);
+            let dot: f64 = (0..d).map(|i| f64::from(q[h * d + i]) * k[kv + i]).sum();
             let score = dot * scale;
             weights.push(config.softcap.map_or(score, |c| {
                 let c = f64::from(c);
@@ -142,9 +154,9 @@ pub fn reference(config: &Config, q: &[f32], stream: &Stream, at: u32, len: u32)
         weights.iter_mut().for_each(|w| *w = (*w - max).exp());
         let sum: f64 = weights.iter().sum();
         for (position, w) in (first..=last).zip(weights) {
-            let v = cached(config, stream, V, position);
+            let v = held(config, stream, V, position);
             for i in 0..d {
-                out[h * d + i] += w / sum * rounded(config.dtype, v[kv + i]);
+                out[h * d + i] += w / sum * v[kv + i];
             }
         }
     }
@@ -166,7 +178,7 @@ impl FakeCache {
         let page_size = config.page_size;
         let need: u32 = streams.iter().map(|s| s.len().div_ceil(page_size)).sum();
         let num_pages = need + 3;
-        let (d, slots) = (config.head_dim as u64, u64::from(page_size));
+        let (d, slots) = (row_elements(config), u64::from(page_size));
         let (head_stride, slot_stride) = match config.slot_major {
             true => (d, d * config.kv_heads as u64),
             false => (d * slots, d),
@@ -192,13 +204,16 @@ impl FakeCache {
         let element = match config.dtype {
             DType::F16 => PoolType::F16,
             DType::BF16 => PoolType::BF16,
+            DType::I8 => PoolType::I8,
             _ => PoolType::F32,
         };
         let elements = (u64::from(num_pages) * page_stride) as usize;
         let pool = SharedPool::new(elements, element).unwrap();
         let view = pool.view();
         let writer = view.writer();
-        writer.store(0, &vec![f32::NAN; elements]).unwrap();
+        for row in (0..elements).step_by(row_elements(config) as usize) {
+            writer.store(row, &vec![f32::NAN; config.head_dim]).unwrap();
+        }
         // Page 0 is the sink; the others are dealt from the last one down, stream by stream in turn.
         let mut pages = vec![Vec::new(); streams.len()];
         let mut next = num_pages - 1;
@@ -333,7 +348,8 @@ impl KvCache for FakeCache {
         if layer >= f.num_layers {
             return Err(ResourceError::invalid(format!("no layer {layer}")));
         }
-        let shape = [f.num_pages, f.page_size, f.num_kv_heads, f.head_dim].map(|n| n as usize);
+        let row = f.slot_stride.min(f.head_stride) as u32;
+        let shape = [f.num_pages, f.page_size, f.num_kv_heads, row].map(|n| n as usize);
         let strides = [f.page_stride, f.slot_stride, f.head_stride, 1].map(|n| n as usize);
         let half = |i: u64| {
             let start = u64::from(layer) * f.layer_stride + i * f.kv_stride;

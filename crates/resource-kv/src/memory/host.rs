@@ -8,7 +8,7 @@ use resource_api::{
     Result, TensorView, TensorViewMut,
 };
 
-use crate::geometry::{slot_start, total_bytes};
+use crate::geometry::{scale_elements, slot_start, total_bytes};
 use crate::pool::SINK;
 
 /// From this many elements on, a layer's rows are written by several threads.
@@ -46,6 +46,7 @@ impl HostMemory {
         let element = match facts.dtype {
             DType::F32 => PoolType::F32,
             DType::F16 => PoolType::F16,
+            DType::I8 => PoolType::I8,
             _ => PoolType::BF16,
         };
         let elements = total_bytes(&facts) as usize / facts.dtype.size();
@@ -168,14 +169,16 @@ impl HostMemory {
         writer.store_bytes(page as usize * elements, bytes).map_err(internal)
     }
 
-    /// The paged layer, as tensors `[pages, slots, heads, dim]`.
+    /// The paged layer, as tensors `[pages, slots, heads, dim]`; of int8, the scale behind each row counts
+    /// to its elements.
     ///
     /// # Errors
     /// `INVALID` for a layer that the cache does not have.
     pub(crate) fn layer(&self, layer: u32) -> Result<KvLayer<'_>> {
         self.check_layer(layer)?;
         let f = &self.facts;
-        let shape = [f.num_pages, f.page_size, f.num_kv_heads, f.head_dim].map(|n| n as usize);
+        let row = f.head_dim + scale_elements(f.dtype) as u32;
+        let shape = [f.num_pages, f.page_size, f.num_kv_heads, row].map(|n| n as usize);
         let strides = [f.page_stride, f.slot_stride, f.head_stride, 1].map(|n| n as usize);
         let tensor =
             |v| self.pool.tensor(slot_start(f, layer, v, 0, 0), &shape, &strides).map_err(internal);
@@ -229,11 +232,14 @@ impl HostMemory {
             },
         };
         if let Elements::Other = elements {
+            let taken = match self.facts.dtype {
+                DType::F32 | DType::I8 => "f32".into(),
+                own => format!("f32 or {}", own.name()),
+            };
             return Err(ResourceError::invalid(format!(
-                "`{name}` is {} on {}; this cache takes f32 or {} in host memory",
+                "`{name}` is {} on {}; this cache takes {taken} in host memory",
                 raw.dtype.name(),
                 raw.device,
-                self.facts.dtype.name()
             )));
         }
         Ok(Source { elements, token, head })

@@ -1,6 +1,7 @@
 //! Scores of queries with rows, and sums of rows by weight.
 
 use super::rows::{Element, Rows, Slice, load_some};
+use super::scaled::scale_behind;
 use crate::cpu::features::CpuFeatures;
 use crate::cpu::simd::{Kernel, LANES, Simd, dispatch, prefetch};
 
@@ -32,6 +33,13 @@ pub fn dot_rows(
         Slice::F32(x) => table.fill(heads, Walk::new(x, &rows, count, width)),
         Slice::F16(x) => table.fill(heads, Walk::new(x, &rows, count, width)),
         Slice::BF16(x) => table.fill(heads, Walk::new(x, &rows, count, width)),
+        Slice::I8(x) => {
+            table.fill(heads, Walk::new(x, &rows, count, width));
+            for i in 0..count {
+                let scale = scale_behind(&x[i * rows.stride..], width);
+                (0..heads).for_each(|h| out[h * out_stride + i] *= scale);
+            }
+        }
     }
 }
 
@@ -65,6 +73,28 @@ pub fn accumulate_rows(
         Slice::F32(x) => sum!(x),
         Slice::F16(x) => sum!(x),
         Slice::BF16(x) => sum!(x),
+        Slice::I8(_) if width == 0 => {}
+        Slice::I8(x) => {
+            // Weights take the scales on, some at a time.
+            const KEYS: usize = 64;
+            const HEADS: usize = 8;
+            let mut weights = [0.0; KEYS * HEADS];
+            for first in (0..count).step_by(KEYS) {
+                let (n, x) = (KEYS.min(count - first), &x[first * rows.stride..]);
+                let part = Rows::i8(x, rows.stride);
+                for (group, acc) in acc.chunks_mut(HEADS * width).enumerate() {
+                    let p = &p[group * HEADS * p_stride + first..];
+                    for i in 0..n {
+                        let scale = scale_behind(&x[i * rows.stride..], width);
+                        for h in 0..acc.len() / width {
+                            weights[h * KEYS + i] = p[h * p_stride + i] * scale;
+                        }
+                    }
+                    let (p, x) = (&weights[..], Walk::new(x, &part, n, width));
+                    dispatch(features, Sum { p, p_stride: KEYS, x, acc });
+                }
+            }
+        }
     }
 }
 

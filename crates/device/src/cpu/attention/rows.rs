@@ -2,6 +2,7 @@
 
 use half::{bf16, f16};
 
+use super::scaled::scale_behind;
 use crate::cpu::features::CpuFeatures;
 use crate::cpu::simd::{Kernel, LANES, Simd, dispatch};
 
@@ -47,6 +48,19 @@ impl Element for bf16 {
     }
 }
 
+/// Without the scale of its row.
+impl Element for i8 {
+    #[inline(always)]
+    fn load<S: Simd>(s: S, x: &[Self; LANES]) -> S::F {
+        s.to_f32(s.widen_i8(bytemuck::cast_ref(x)))
+    }
+
+    #[inline(always)]
+    fn store<S: Simd>(s: S, x: S::F, to: &mut [Self; LANES]) {
+        s.store_low_bytes(s.round(x), to);
+    }
+}
+
 /// Up to 16 elements, widened; zeros in the lanes after them.
 #[inline(always)]
 pub(super) fn load_some<E: Element, S: Simd>(s: S, x: &[E]) -> S::F {
@@ -66,6 +80,7 @@ pub(crate) enum Slice<'a> {
     F32(&'a [f32]),
     F16(&'a [f16]),
     BF16(&'a [bf16]),
+    I8(&'a [i8]),
 }
 
 /// Rows at equal distances: row `i` begins at element `i * stride`. Its width is that of the vectors
@@ -94,6 +109,11 @@ impl<'a> Rows<'a> {
         Self::new(Slice::BF16(data), stride)
     }
 
+    /// Rows of int8, each with its scale in the [`SCALE_BYTES`](super::SCALE_BYTES) behind it.
+    pub fn i8(data: &'a [i8], stride: usize) -> Self {
+        Self::new(Slice::I8(data), stride)
+    }
+
     pub(crate) fn new(data: Slice<'a>, stride: usize) -> Self {
         Self { data, stride, next: &[] }
     }
@@ -105,6 +125,7 @@ impl<'a> Rows<'a> {
             Slice::F32(x) => bytemuck::cast_slice(x),
             Slice::F16(x) => bytemuck::cast_slice(x),
             Slice::BF16(x) => bytemuck::cast_slice(x),
+            Slice::I8(x) => bytemuck::cast_slice(x),
         };
         Self { next, ..self }
     }
@@ -114,6 +135,7 @@ impl<'a> Rows<'a> {
             Slice::F32(x) => x.len(),
             Slice::F16(x) => x.len(),
             Slice::BF16(x) => x.len(),
+            Slice::I8(x) => x.len(),
         }
     }
 
@@ -134,7 +156,7 @@ impl<'a> Rows<'a> {
     }
 }
 
-/// Widens row `i` of `rows` into `out`, exactly.
+/// Widens row `i` of `rows` into `out`: exactly, but for the one rounding of int8 times a scale.
 ///
 /// # Panics
 /// When there is no such row of `out.len()` elements.
@@ -146,11 +168,16 @@ pub fn load_row(rows: Rows<'_>, i: usize, out: &mut [f32]) {
         Slice::F32(x) => out.copy_from_slice(&x[start..][..out.len()]),
         Slice::F16(x) => dispatch(features, Widen { x: &x[start..], out }),
         Slice::BF16(x) => dispatch(features, Widen { x: &x[start..], out }),
+        Slice::I8(x) => {
+            let scale = scale_behind(&x[start..], out.len());
+            dispatch(features, Widen { x: &x[start..], out });
+            out.iter_mut().for_each(|x| *x *= scale);
+        }
     }
 }
 
 /// A storage type that [`store_row`] rounds to.
-#[allow(private_bounds)] // closed: the three types of `Rows`
+#[allow(private_bounds)] // closed: the types of `Rows` that need no scale
 pub trait Storage: Element {}
 
 impl Storage for f32 {}

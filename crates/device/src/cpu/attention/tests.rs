@@ -34,6 +34,7 @@ fn from<'a>(rows: Rows<'a>, i: usize) -> Rows<'a> {
         Slice::F32(x) => Rows::f32(&x[i * stride..], stride),
         Slice::F16(x) => Rows::f16(&x[i * stride..], stride),
         Slice::BF16(x) => Rows::bf16(&x[i * stride..], stride),
+        Slice::I8(x) => Rows::i8(&x[i * stride..], stride),
     }
 }
 
