@@ -18,14 +18,19 @@ use crate::error::{Error, ErrorKind, Result};
 pub mod child;
 mod subject;
 
-/// How long things may take.
+/// How much a plugin may take.
 #[derive(Clone, Copy, Debug)]
 pub struct Patience {
-    /// The whole check.
+    /// Time of the whole check.
     pub deadline: Duration,
-    /// Any single call.
+    /// Time of any single call.
     pub call: Duration,
+    /// Gibibytes of memory.
+    pub memory: u64,
 }
+
+/// How often the memory of the process is looked at.
+const LOOK: Duration = Duration::from_millis(20);
 
 /// What was found out about a plugin.
 #[derive(Debug, Default)]
@@ -62,7 +67,7 @@ pub fn check(command: impl Fn(usize) -> Command, patience: Patience) -> Result<C
     let end = Instant::now() + patience.deadline;
     let mut first = 0;
     // A kind that ends the process does not keep the others from their turn.
-    while let Some(next) = check_from(command(first), patience.call, end, &mut checked)? {
+    while let Some(next) = check_from(command(first), patience, end, &mut checked)? {
         first = next;
     }
     Ok(checked)
@@ -79,7 +84,7 @@ struct Progress {
 /// One process in between. Gives the kind to go on with, where the process did not reach the end.
 fn check_from(
     mut command: Command,
-    call: Duration,
+    patience: Patience,
     end: Instant,
     checked: &mut Checked,
 ) -> Result<Option<usize>> {
@@ -87,18 +92,30 @@ fn check_from(
     let mut child = command.stdin(Stdio::null()).stdout(Stdio::piped()).spawn().map_err(failed)?;
     let lines = lines_of(child.stdout.take());
     let mut progress = Progress::default();
+    let (mut heard, mut looked) = (Instant::now(), Instant::now());
     let late = loop {
-        let left = end.saturating_duration_since(Instant::now());
-        match lines.recv_timeout(call.min(left)) {
-            Ok(line) => note(&line, &mut progress, checked)?,
+        match lines.recv_timeout(LOOK) {
+            Ok(line) => {
+                note(&line, &mut progress, checked)?;
+                heard = Instant::now();
+            }
             Err(RecvTimeoutError::Disconnected) => break None,
-            Err(RecvTimeoutError::Timeout) => {
-                let whole = end.saturating_duration_since(Instant::now()).is_zero();
-                break Some(if whole { "the deadline passed" } else { "it did not come back" });
+            Err(RecvTimeoutError::Timeout) => {}
+        }
+        if Instant::now() >= end {
+            break Some("the deadline passed".to_owned());
+        }
+        if heard.elapsed() >= patience.call {
+            break Some("it did not come back".to_owned());
+        }
+        if looked.elapsed() >= LOOK {
+            looked = Instant::now();
+            if resident_kib(child.id()) > patience.memory.saturating_mul(1 << 20) {
+                break Some(format!("it took more than {} GiB of memory", patience.memory));
             }
         }
     };
-    let how = end_of(&mut child, late)?;
+    let how = end_of(&mut child, late.as_deref())?;
     if progress.done && late.is_none() {
         return Ok(None);
     }
@@ -106,6 +123,13 @@ fn check_from(
     checked.fatal.push(format!("{kind}{how} in: {}", progress.operation));
     let over = Instant::now() >= end;
     Ok(progress.kind.filter(|_| !over).map(|(index, _)| index + 1))
+}
+
+/// Memory that a process has; 0 where the system does not tell.
+fn resident_kib(process: u32) -> u64 {
+    let status = std::fs::read_to_string(format!("/proc/{process}/status")).unwrap_or_default();
+    let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:"));
+    line.and_then(|line| line.split_whitespace().next()?.parse().ok()).unwrap_or(0)
 }
 
 fn lines_of(output: Option<ChildStdout>) -> Receiver<String> {

@@ -33,7 +33,8 @@ fn json(file: &Path, args: &[&str]) -> (Option<i32>, Value) {
 
 fn fault(name: &str) -> (Option<i32>, Value) {
     let settings = format!("fault = \"{name}\"");
-    json(&library(), &["--kind", "fake_kv", "--settings", &settings, "--patience", "5"])
+    let most = ["--patience", "5", "--memory", "1"];
+    json(&library(), &[&["--kind", "fake_kv", "--settings", &settings], &most[..]].concat())
 }
 
 #[test]
@@ -76,6 +77,7 @@ fn what_ends_the_process_or_never_comes_back_is_a_finding_with_its_place() {
         ("aborts", "the process died of signal 6"),
         ("overflows", "the process died of signal"),
         ("hangs", "it did not come back"),
+        ("takes_memory", "it took more than 1 GiB of memory"),
     ] {
         let (code, found) = fault(name);
         assert_eq!(code, Some(1), "{found}");

@@ -46,6 +46,9 @@ pub struct CheckArgs {
     /// Seconds after which a single call counts as one that never comes back
     #[arg(long, value_name = "SECONDS", default_value_t = 20)]
     patience: u64,
+    /// Gibibytes of memory at which the check is given up
+    #[arg(long, value_name = "GIB", default_value_t = 4)]
+    memory: u64,
     #[arg(long, hide = true)]
     first_kind: Option<usize>,
 }
@@ -69,6 +72,7 @@ pub fn run(args: &CheckArgs) -> Result<ExitCode> {
     let patience = Patience {
         deadline: Duration::from_secs(args.deadline.unwrap_or(if args.long { day } else { 300 })),
         call: Duration::from_secs(args.patience.max(1)),
+        memory: args.memory.max(1),
     };
     let checked = plugin_check::check(again, patience)?;
     if args.json {

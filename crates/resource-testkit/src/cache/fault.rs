@@ -70,6 +70,7 @@ faults! {
     Aborts: "commit ends the process.",
     Hangs: "commit never comes back.",
     Overflows: "commit recurses until the stack is gone.",
+    TakesMemory: "commit takes memory without end.",
 }
 
 impl Fault {
@@ -86,6 +87,15 @@ impl Fault {
             },
             Some(Fault::Overflows) => {
                 std::hint::black_box(deeper(0));
+            }
+            Some(Fault::TakesMemory) => {
+                let mut taken = Vec::new();
+                loop {
+                    taken.push(vec![1u8; 1 << 24]);
+                    std::hint::black_box(&taken);
+                    // Not so fast that nobody sees it in time.
+                    std::thread::sleep(std::time::Duration::from_millis(5));
+                }
             }
             _ => {}
         }
