@@ -2,13 +2,13 @@
 """Puts `engine-host serve` under load and checks that nothing is wrong with the answers and nothing is left.
 
     scripts/serve/load.py [--requests 2000] [--concurrent 64] [--leave 0.1] [--rate 40] [--pages 4096]
-        [--minutes M] [--engine-host PROGRAM] [--plugins DIR] [--model FILE.gguf]
+        [--minutes M] [--engine-host PROGRAM] [--plugins DIR] [--model FILE.gguf] [--set KEY JSON]...
 
 Requests arrive at random (Poisson, `--rate` a second, at most `--concurrent` at a time), have mixed lengths, half
 of them stream, and a share of them leaves before the end. Every greedy answer must be the one that the same
 request gets alone. At the end requests, cache, descriptors, threads and memory must be back where they were after the
 first tenth, when all that is kept for later has been made. With `--minutes` it goes on for so long; with a small
-`--pages` requests give way to each other all the time.
+`--pages` requests give way to each other all the time. `--set device '"cuda:0"' --set batch_invariant true` is for a GPU.
 """
 import argparse
 import asyncio
@@ -157,8 +157,10 @@ def main():
     parser.add_argument("--pages", type=int, default=4096)
     parser.add_argument("--longest", type=int, default=240)
     parser.add_argument("--minutes", type=float, default=0)
+    parser.add_argument("--set", nargs=2, metavar=("KEY", "JSON"), action="append", default=[])
     given = parser.parse_args()
-    server = Served(given.engine_host, model=given.model, plugins=given.plugins, pages=given.pages)
+    lines = {key: json.loads(value) for key, value in given.set}
+    server = Served(given.engine_host, model=given.model, plugins=given.plugins, pages=given.pages, **lines)
     ok = asyncio.run(run(given, server))
     code = server.stop()
     if code != 0:

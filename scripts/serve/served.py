@@ -32,6 +32,7 @@ class Served:
 
     def __init__(self, program=None, arguments=(), **lines):
         self.folder = tempfile.TemporaryDirectory()
+        self.has_cache_in_memory = lines.get("device", "cpu") == "cpu"
         program = program or ROOT / "target/release/engine-host"
         path = config(self.folder.name, **lines)
         self.command = [str(program), "serve", "--config", str(path), "--port", "0", *arguments]
@@ -58,7 +59,7 @@ class Served:
         """Requests, tokens of cache, descriptors, threads, and resident MB but for pages that are cached for later."""
         load = self.get("/v1/loads")["loads"][0]
         kv = next(r for r in self.get("/admin/plugins")["resources"] if r["kind"] == "kv")
-        cached = kv["bytes"] / kv["state"]["pages"]["total"] * kv["state"]["pages"]["cached"]
+        cached = kv["bytes"] / kv["state"]["pages"]["total"] * kv["state"]["pages"]["cached"] * self.has_cache_in_memory
         proc = pathlib.Path(f"/proc/{self.process.pid}")
         status = dict(line.split(":", 1) for line in (proc / "status").read_text().splitlines())
         return {

@@ -279,6 +279,67 @@ fn windows_bounds_and_whole_streams_agree_with_float64() {
     }
 }
 
+/// A token's bits do not depend on where its prompt was divided, which decides what it shares a block with.
+#[test]
+#[ignore = "needs a GPU"]
+fn a_prompt_that_is_divided_anywhere_gets_the_same_bits() {
+    const LEN: usize = 200;
+    let context = Context::of(0).unwrap();
+    let stream = Stream::new(&context).unwrap();
+    for (heads, kv_heads, dim) in [(9usize, 3usize, 64usize), (8, 2, 128), (4, 1, 256)] {
+        let mut random = Random(77);
+        let pages = LEN.div_ceil(PAGE);
+        let mut values = |n: usize, by: f32| -> Vec<bf16> {
+            (0..n).map(|_| bf16::of(by * random.next())).collect()
+        };
+        let cache = values(2 * pages * PAGE * kv_heads * dim, 1.0);
+        let [keys, of_values] = [0, 1].map(|part| {
+            let half = cache.len() / 2;
+            DeviceBuffer::from_slice(&context, &cache[part * half..][..half]).unwrap()
+        });
+        let queries = values(LEN * heads * dim, 3.0);
+        let shape = Case::new(heads, kv_heads, dim, &[]).shape(DType::BF16, true);
+        let attention = PagedAttention::new(&context, shape).unwrap();
+        let column = |values: &[u32]| DeviceBuffer::from_slice(&context, values).unwrap();
+        let table = column(&(0..pages as u32).collect::<Vec<_>>());
+        // SAFETY: the buffers live until the result has been read.
+        let borrowed =
+            |c: &DeviceBuffer<u32>| unsafe { DeviceColumn::from_raw(c.address(), c.len()) };
+        let cache_shape = [pages, PAGE, kv_heads, dim];
+        let run = |from: usize, to: usize| -> Vec<bf16> {
+            let of = [0, to - from, to, 0].map(|n| column(&[n as u32]));
+            let rows = AttentionRows {
+                seat: borrowed(&of[0]),
+                span: borrowed(&of[1]),
+                len: borrowed(&of[2]),
+                token_start: borrowed(&of[3]),
+                table: borrowed(&table),
+                table_stride: pages as u32,
+                has_single: to - from == 1,
+                has_many: to - from > 1,
+            };
+            let width = heads * dim;
+            let q = DeviceBuffer::from_slice(&context, &queries[from * width..to * width]).unwrap();
+            let mut out =
+                DeviceBuffer::from_slice(&context, &vec![bf16::NAN; (to - from) * width]).unwrap();
+            let shape = [to - from, heads, dim];
+            let (k, v) = (keys.view(&cache_shape).unwrap(), of_values.view(&cache_shape).unwrap());
+            let out_view = &mut out.view_mut(&shape).unwrap();
+            let q = q.view(&shape).unwrap();
+            attention.run(&stream, &q, out_view, &k, &v, &rows, plain(dim)).unwrap();
+            stream.synchronize().unwrap();
+            out.to_vec().unwrap()
+        };
+        let want = run(0, LEN);
+        for from in 1..LEN {
+            let to = (from + 1 + from * 37 % 90).min(LEN);
+            let got = run(from, to);
+            let want = &want[from * heads * dim..to * heads * dim];
+            assert!(got == want, "{heads} heads of {kv_heads}, {dim}: {from} to {to}");
+        }
+    }
+}
+
 /// Columns of a plan that another library made, with numbers that mean nothing: nothing beyond the tensors
 /// is touched, rows that are right are computed, and the device goes on.
 #[test]
