@@ -259,10 +259,10 @@ attention_prefill(const __grid_constant__ AttentionArgs a) {
 #pragma unroll
             for (int n = 0; n < N_TILES; n++) top = fmaxf(top, fmaxf(score[r / 2][n][r % 2 * 2], score[r / 2][n][r % 2 * 2 + 1]));
             top = max_over_quad(top);
-            const float base = top == MINUS_INF ? 0.f : __fmul_rn(top, scale2);  // a row that has seen nothing yet
-            // Rounded as `base` is: where the maximum stays, this is exactly 1, and a pass of which a token sees nothing
-            // (how many of those there are depends on its neighbours in the block) changes no bit.
-            const float shrink = exp2_approx(__fmul_rn(maximum[r], scale2) - base);
+            const float seen = top == MINUS_INF ? 0.f : top;  // a row that has seen nothing yet
+            // Exactly 1 where the maximum stays, so that a pass of which a token sees nothing changes no bit: how many of
+            // those there are depends on the token's neighbours in the block. Scaled first, the two would differ by a rounding.
+            const float shrink = exp2_approx((maximum[r] - seen) * scale2), base = seen * scale2;
             maximum[r] = top;
             float added = 0.f;
 #pragma unroll
