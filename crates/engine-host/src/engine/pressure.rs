@@ -157,10 +157,10 @@ impl Engine {
                 Some(remedy) => (remedy, true),
                 None => match self.recall() {
                     Some(rid) => (Remedy::GaveWay(rid), true),
+                    // What would never fit is refused when it comes: somebody else's transfer, or a step on a device,
+                    // has to end first.
                     None => {
-                        let message = format!("{message}, though nothing else runs");
-                        self.fail_turns(&Failure::new(ErrorKind::Exhausted, message));
-                        (Remedy::Failed, true)
+                        self.hold(refusal.request, &format!("{message}, though nothing else runs"))
                     }
                 },
             },
