@@ -82,6 +82,10 @@ if [[ " $only " == *" sanitize "* ]] && command -v compute-sanitizer > /dev/null
     check memcheck model-decoder a_replayed_step batch_invariant_logits
     check memcheck device-cuda_attention columns_that
     check memcheck device-cuda_products products_of_few
+    check memcheck device-cuda_attention divided
+    check memcheck resource-kv-cuda requests_leave handed_over
+    check memcheck resource-kv-cuda_reuse a_thousand
+    check memcheck engine-host-cuda_engine leaving_the
     check racecheck model-decoder a_replayed_step
 fi
 
