@@ -8,11 +8,12 @@ use std::sync::Mutex;
 
 use engine_host::engine::{Engine, Remedy, Victims};
 use engine_host::error::ErrorKind;
-use engine_host::request::GenerateRequest;
+use engine_host::request::{Event, GenerateRequest};
 use reader::{Outcome, Setup, cache, expected, greedy, run, told};
 use resource_api::{
-    EngineResourceInfo, KvCache, NodeId, NodeResourceSpec, PrefixInputs, RequestId,
-    RequestOverrides, Resource, ResourceError, ResourceKind, Result, WalkId, kind,
+    AdmitOutcome, EngineResourceInfo, KvCache, LabelId, NodeId, NodeResourceSpec, PrefixInputs,
+    RequestId, RequestOverrides, Resource, ResourceError, ResourceKind, ResourceStep, Result,
+    StepContext, WalkId, kind,
 };
 use serde_json::{Value, json};
 
@@ -31,6 +32,8 @@ struct Script {
     refuses_reload: u32,
     fails_reload: u32,
     priority: f64,
+    /// How often it has no room for a step.
+    full: u32,
     #[serde(skip)]
     away: bool,
 }
@@ -68,6 +71,18 @@ impl Resource for Scripted {
         let script = overrides.parse::<Script>()?.unwrap_or_default();
         self.asked(rid, "ingest", |own| *own = script);
         Ok(())
+    }
+
+    fn admit(&self, step: &ResourceStep<'_>, _: &StepContext<'_>) -> Result<AdmitOutcome> {
+        let mut of = self.of.lock().unwrap();
+        let full = step
+            .segments()
+            .request
+            .iter()
+            .find(|rid| of.get_mut(rid).is_some_and(|own| !count_down(&mut own.full)));
+        Ok(full.map_or(AdmitOutcome::OK, |&rid| {
+            AdmitOutcome::allocation_failed(rid, LabelId::MAIN, 2, 0)
+        }))
     }
 
     fn remove_request(&self, rid: RequestId) -> Result<()> {
@@ -194,6 +209,32 @@ fn a_resource_that_fails_at_a_cached_prefix_fails_that_request_alone() {
         let free = told(&engine, "pages.free") + told(&engine, "pages.cached");
         assert_eq!(free, 64, "what was found for those that failed is given back");
     }
+}
+
+/// What it lacks nobody has whom the engine knows: it may come back by itself, and is not waited for without end.
+#[test]
+fn a_request_that_runs_alone_waits_for_what_is_held_elsewhere_and_at_last_fails() {
+    let mut engine = engine("script", Setup::default());
+    let prompt = text(5, 9);
+    let of = |full: u32| tells(greedy(&prompt, 4), "script", json!({ "full": full }));
+    let got = run(&mut engine, vec![of(40), of(0)]);
+    for got in &got {
+        assert_eq!((&got.failure, &got.tokens), (&None, &expected(&prompt, 4, 1)));
+    }
+    let rids = [of(u32::MAX), of(0)].map(|request| engine.submit(request).unwrap());
+    let (mut tokens, mut failures) = (Vec::new(), Vec::new());
+    while !engine.is_idle() {
+        for event in engine.step() {
+            match event {
+                Event::Token(rid, token) if *rid == rids[1] => tokens.push(token.id),
+                Event::Failed(rid, why) => failures.push((*rid, why.message.clone())),
+                _ => {}
+            }
+        }
+    }
+    let [(rid, why)] = &failures[..] else { panic!("{failures:?}") };
+    assert_eq!((*rid, &tokens), (rids[0], &expected(&prompt, 4, 1)));
+    assert!(why.contains("`script`") && why.contains("though nothing else runs, for 5"), "{why}");
 }
 
 #[test]

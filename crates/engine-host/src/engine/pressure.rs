@@ -15,6 +15,8 @@ use crate::suggest;
 
 /// How long a step may wait for a resource while nothing else can run.
 const MAX_STALL: Duration = Duration::from_secs(60);
+/// The same for memory that nobody has whom the engine knows: a transfer whose request has gone gives it back.
+const MAX_ALONE: Duration = Duration::from_secs(5);
 
 /// A resource refused a step: what was missing, and what was done about it.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -160,11 +162,12 @@ impl Engine {
                     // What would never fit is refused when it comes: somebody else's transfer, or a step on a device,
                     // has to end first.
                     None => {
-                        self.hold(refusal.request, &format!("{message}, though nothing else runs"))
+                        let message = format!("{message}, though nothing else runs");
+                        self.hold(refusal.request, &message, MAX_ALONE)
                     }
                 },
             },
-            _ => self.hold(refusal.request, &message),
+            _ => self.hold(refusal.request, &message, MAX_STALL),
         };
         refusal.remedy = remedy;
         tracing::debug!("{refusal}");
@@ -188,18 +191,18 @@ impl Engine {
 
     /// Leaves a request that has to wait out of this step, and says whether the rest may be tried. When
     /// nobody can run, waits a little, and at last fails what has waited too long.
-    fn hold(&mut self, rid: RequestId, message: &str) -> (Remedy, bool) {
+    fn hold(&mut self, rid: RequestId, message: &str, most: Duration) -> (Remedy, bool) {
         if self.work.ask.turns.len() > 1 && self.work.ask.turns.iter().any(|t| t.rid == rid) {
             self.held.push(rid);
             return (Remedy::Held, true);
         }
         let since = *self.stalled.get_or_insert_with(Instant::now);
-        if since.elapsed() < MAX_STALL {
+        if since.elapsed() < most {
             std::thread::sleep(Duration::from_millis(1));
             return (Remedy::Retried, false);
         }
         self.stalled = None;
-        let message = format!("{message}, for {} seconds", MAX_STALL.as_secs());
+        let message = format!("{message}, for {} seconds", most.as_secs());
         self.fail_turns(&Failure::new(ErrorKind::Exhausted, message));
         (Remedy::Failed, true)
     }
