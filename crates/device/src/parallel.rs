@@ -1,6 +1,6 @@
 //! How kernels spread work over threads without owning any.
 
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 
 /// Threads that kernels may use. The host owns them; plugins reach them through its services.
 pub trait Parallel: Send + Sync {
@@ -29,20 +29,68 @@ impl Parallel for Serial {
 /// Calls `f` once for each index below `tasks`, even where `parallel` does not keep its promise.
 ///
 /// [`Parallel`] is safe to implement, so code that hands out disjoint parts of memory by task index
-/// may not trust the indices it is given. Here each call takes the next index itself; what is left
-/// over runs at the end.
+/// may not trust the indices it is given. Here each call takes tasks itself; what is left over runs at
+/// the end. Tasks that are neighbours go to the same thread, as far as threads come along equally well: what
+/// they read lies side by side, and memory is fast where it is read in order.
 pub(crate) fn run_once_each(parallel: &dyn Parallel, tasks: usize, f: &(dyn Fn(usize) + Sync)) {
-    if tasks == 1 {
-        return f(0);
+    let threads = parallel.threads().clamp(1, MOST_SHARES).min(tasks);
+    if threads <= 1 {
+        return (0..tasks).for_each(f);
     }
-    let next = AtomicUsize::new(0);
-    parallel.run(tasks, &|_| {
-        let task = next.fetch_add(1, Ordering::Relaxed);
-        if task < tasks {
+    let shares = Shares::new(tasks, threads);
+    parallel.run(threads, &|thread| shares.work(thread % threads, f));
+    shares.work(0, f);
+}
+
+/// More threads than this share shares.
+const MOST_SHARES: usize = 16;
+
+/// Tasks in order, divided among threads.
+struct Shares {
+    /// Of each share the tasks that nobody has taken: the first in the low half, the end in the high one.
+    left: [Share; MOST_SHARES],
+    threads: usize,
+}
+
+/// Alone on its cache lines: its thread writes it for each task.
+#[repr(align(128))]
+struct Share(AtomicU64);
+
+impl Shares {
+    fn new(tasks: usize, threads: usize) -> Self {
+        let bound = |i: usize| (i * tasks / threads) as u64;
+        let left = |i: usize| match i < threads {
+            true => bound(i) | bound(i + 1) << 32,
+            false => 0,
+        };
+        assert!(u32::try_from(tasks).is_ok(), "{tasks} tasks in one go");
+        Self { left: std::array::from_fn(|i| Share(AtomicU64::new(left(i)))), threads }
+    }
+
+    /// Does what is left of share `own` from its beginning, then what is left of others from their ends.
+    fn work(&self, own: usize, f: &(dyn Fn(usize) + Sync)) {
+        while let Some(task) = self.take(own, |first, end| (first, first + 1, end)) {
             f(task);
         }
-    });
-    (next.into_inner().min(tasks)..tasks).for_each(f);
+        for other in (1..self.threads).map(|i| (own + i) % self.threads) {
+            while let Some(task) = self.take(other, |first, end| (end - 1, first, end - 1)) {
+                f(task);
+            }
+        }
+    }
+
+    /// A task of a share, by what `divide` makes of the share's first and end: the task, and what is left.
+    fn take(&self, share: usize, divide: fn(u64, u64) -> (u64, u64, u64)) -> Option<usize> {
+        let left = &self.left[share].0;
+        // Relaxed: a task is what its number says, and what `parallel` promises orders the results.
+        let before = left.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |left| {
+            let (first, end) = (left & u64::from(u32::MAX), left >> 32);
+            let (_, first, end) = (first < end).then(|| divide(first, end))?;
+            Some(first | end << 32)
+        });
+        let left = before.ok()?;
+        Some(divide(left & u64::from(u32::MAX), left >> 32).0 as usize)
+    }
 }
 
 /// A mutable slice whose disjoint parts go to different tasks.
@@ -113,6 +161,15 @@ mod tests {
                 }
             });
         }
+    }
+
+    #[test]
+    fn neighbours_go_to_one_thread_and_what_is_left_to_whoever_comes() {
+        let seen = std::sync::Mutex::new(Vec::new());
+        let shares = Shares::new(10, 3);
+        shares.take(2, |first, end| (first, first + 1, end)).unwrap();
+        shares.work(1, &|task| seen.lock().unwrap().push(task));
+        assert_eq!(*seen.lock().unwrap(), [3, 4, 5, 9, 8, 7, 2, 1, 0]);
     }
 
     #[test]

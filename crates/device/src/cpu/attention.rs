@@ -6,17 +6,21 @@
 //! into pages changes a bit. All run on the calling thread with the instructions of
 //! [`CpuFeatures::current`].
 
-mod products;
 mod rows;
 mod scaled;
+mod scores;
+mod spans;
+mod sums;
 
-pub use self::products::{accumulate_rows, dot_rows};
 pub(crate) use self::rows::{Element, Slice, store_elements};
 pub use self::rows::{Rows, Storage, load_row, store_row};
 pub use self::scaled::SCALE_BYTES;
 pub(crate) use self::scaled::steps_of;
+pub use self::scores::dot_rows;
+pub use self::spans::Span;
+pub use self::sums::accumulate_rows;
 #[cfg(doc)]
 use crate::CpuFeatures;
 
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;

@@ -2,11 +2,12 @@
 
 use super::pages::Pages;
 use super::reads::{Reads, Run};
+use super::spans::Spans;
 use super::state::State;
 use super::{CHUNK, Work};
 use crate::cache::{BLOCK_ROWS, Cache};
 use crate::plan::{Block, Row};
-use device::attention::{accumulate_rows, dot_rows};
+use device::attention::{Span, accumulate_rows, dot_rows};
 use device::ops;
 use resource_api::{ResourceError, Result};
 use std::num::NonZeroU32;
@@ -191,14 +192,17 @@ impl<'a> Task<'a> {
         let len = self.state_len();
         let mut reads = Reads::new(self.k, self.v, self.runs(keys.clone()), heads.clone());
 
+        let column = |key: u32| (key - of_chunk.start) as usize;
+        let mut spans = Spans::new();
         for run in self.runs(keys.clone()) {
-            let (count, column) = (run.keys.len(), (run.keys.start - of_chunk.start) as usize);
-            let tables = scores.chunks_exact_mut(rows * columns);
-            for (scores, queries) in tables.zip(queries.chunks_exact(rows * head_dim)) {
+            for (h, _) in heads.clone().enumerate() {
                 let k = reads.next().ok_or_else(|| self.no_page(&run))?;
-                dot_rows(queries, rows, k, count, &mut scores[column..], columns);
+                let column = column(run.keys.start);
+                let span = Span { query: h * rows, column, ..Span::new(k, run.keys.len(), rows) };
+                spans.push(span, |spans| dot_rows(queries, head_dim, spans, scores, columns));
             }
         }
+        spans.finish(|spans| dot_rows(queries, head_dim, spans, scores, columns));
         for (scores, part) in
             scores.chunks_exact_mut(rows * columns).zip(parts.chunks_exact_mut(len))
         {
@@ -214,23 +218,16 @@ impl<'a> Task<'a> {
             }
             state.acc.fill(0.0);
         }
+        let (scores, tokens) = (&*scores, self.block.tokens as usize);
+        let sum_of =
+            |h: usize, token: usize| h * len + State::acc_start(rows) + token * group * head_dim;
+        let mut spans = Spans::new();
+        let mut add = |spans: &[Span<'_>]| accumulate_rows(scores, columns, head_dim, spans, parts);
         for run in self.runs(keys) {
-            let column = |key: u32| (key - of_chunk.start) as usize;
-            let tables = scores.chunks_exact(rows * columns).zip(parts.chunks_exact_mut(len));
-            for (head, (scores, part)) in heads.clone().zip(tables) {
-                let mut all = Some(reads.next().ok_or_else(|| self.no_page(&run))?);
-                let mut values = |keys: &Range<u32>| match all.take() {
-                    Some(all) if *keys == run.keys => Ok(all),
-                    _ => {
-                        let slot = run.slot + (keys.start - run.keys.start);
-                        let rows = self.v.rows(run.page, slot, keys.len(), head);
-                        rows.ok_or_else(|| self.no_page(&run))
-                    }
-                };
-                let state = State::in_memory(part, rows);
+            for (h, head) in heads.clone().enumerate() {
+                let all = reads.next().ok_or_else(|| self.no_page(&run))?;
                 // Tokens that see the whole run go together; of the others each takes what it sees,
                 // never more: a weight of 0 would not keep a NaN out.
-                let tokens = self.block.tokens as usize;
                 let mut i = 0;
                 while i < tokens {
                     let seen = intersect(&self.visible(i), &run.keys);
@@ -241,16 +238,30 @@ impl<'a> Task<'a> {
                     {
                         next += 1;
                     }
-                    if !seen.is_empty() {
-                        let scores = &scores[i * group * columns + column(seen.start)..];
-                        let acc = &mut state.acc[i * group * head_dim..next * group * head_dim];
-                        let heads = (next - i) * group;
-                        accumulate_rows(scores, columns, heads, values(&seen)?, seen.len(), acc);
-                    }
+                    let values = match seen == run.keys {
+                        true => all,
+                        false if seen.is_empty() => {
+                            i = next;
+                            continue;
+                        }
+                        false => {
+                            let slot = run.slot + (seen.start - run.keys.start);
+                            let rows = self.v.rows(run.page, slot, seen.len(), head);
+                            rows.ok_or_else(|| self.no_page(&run))?
+                        }
+                    };
+                    let span = Span {
+                        query: h * rows + i * group,
+                        column: column(seen.start),
+                        sum: sum_of(h, i),
+                        ..Span::new(values, seen.len(), (next - i) * group)
+                    };
+                    spans.push(span, &mut add);
                     i = next;
                 }
             }
         }
+        spans.finish(add);
         Ok(())
     }
 

@@ -5,6 +5,7 @@ mod hidden;
 mod pages;
 mod queue;
 mod reads;
+mod spans;
 mod state;
 
 pub(crate) use hidden::select_last;

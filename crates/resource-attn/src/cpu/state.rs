@@ -17,6 +17,11 @@ impl<'a> State<'a> {
         rows * (head_dim + 2)
     }
 
+    /// The element at which `acc` of the first of `rows` rows begins.
+    pub fn acc_start(rows: usize) -> usize {
+        2 * rows
+    }
+
     /// The state kept in `memory`.
     pub fn in_memory(memory: &'a mut [f32], rows: usize) -> Self {
         let (max, rest) = memory.split_at_mut(rows);

@@ -7,12 +7,22 @@ use crate::cpu::features::CpuFeatures;
 use crate::cpu::simd::{Kernel, LANES, Simd, dispatch};
 
 /// A storage type of cached values.
-pub(crate) trait Element: Copy + Default {
+pub(crate) trait Element: Copy + Default + 'static {
+    /// The elements, where they are of this type.
+    fn of(data: Slice<'_>) -> Option<&[Self]>;
     fn load<S: Simd>(s: S, x: &[Self; LANES]) -> S::F;
     fn store<S: Simd>(s: S, x: S::F, to: &mut [Self; LANES]);
 }
 
 impl Element for f32 {
+    #[inline(always)]
+    fn of(data: Slice<'_>) -> Option<&[Self]> {
+        match data {
+            Slice::F32(x) => Some(x),
+            _ => None,
+        }
+    }
+
     #[inline(always)]
     fn load<S: Simd>(s: S, x: &[Self; LANES]) -> S::F {
         s.load(x)
@@ -26,6 +36,14 @@ impl Element for f32 {
 
 impl Element for f16 {
     #[inline(always)]
+    fn of(data: Slice<'_>) -> Option<&[Self]> {
+        match data {
+            Slice::F16(x) => Some(x),
+            _ => None,
+        }
+    }
+
+    #[inline(always)]
     fn load<S: Simd>(s: S, x: &[Self; LANES]) -> S::F {
         s.load_f16(bytemuck::cast_ref(x))
     }
@@ -37,6 +55,14 @@ impl Element for f16 {
 }
 
 impl Element for bf16 {
+    #[inline(always)]
+    fn of(data: Slice<'_>) -> Option<&[Self]> {
+        match data {
+            Slice::BF16(x) => Some(x),
+            _ => None,
+        }
+    }
+
     #[inline(always)]
     fn load<S: Simd>(s: S, x: &[Self; LANES]) -> S::F {
         s.load_bf16(bytemuck::cast_ref(x))
@@ -50,6 +76,14 @@ impl Element for bf16 {
 
 /// Without the scale of its row.
 impl Element for i8 {
+    #[inline(always)]
+    fn of(data: Slice<'_>) -> Option<&[Self]> {
+        match data {
+            Slice::I8(x) => Some(x),
+            _ => None,
+        }
+    }
+
     #[inline(always)]
     fn load<S: Simd>(s: S, x: &[Self; LANES]) -> S::F {
         s.to_f32(s.widen_i8(bytemuck::cast_ref(x)))

@@ -32,7 +32,8 @@ pub(crate) fn steps_of(x: &[f32]) -> (f32, f32) {
 
 #[cfg(test)]
 mod tests {
-    use crate::cpu::attention::{Rows, accumulate_rows, dot_rows, load_row};
+    use crate::cpu::attention::tests::{add_some, dot_some};
+    use crate::cpu::attention::{Rows, load_row};
     use crate::{PoolType, SharedPool};
 
     fn value(i: usize) -> f32 {
@@ -85,9 +86,9 @@ mod tests {
                 let q: Vec<f32> = (0..heads * width).map(|i| value(i + 7)).collect();
                 let p: Vec<f32> = (0..heads * count).map(|i| value(i + 3)).collect();
                 let mut scores = vec![0.0; heads * count];
-                dot_rows(&q, heads, Rows::i8(&x, stride), count, &mut scores, count);
+                dot_some(&q, heads, Rows::i8(&x, stride), count, &mut scores, count);
                 let mut acc = vec![0.0; heads * width];
-                accumulate_rows(&p, count, heads, Rows::i8(&x, stride), count, &mut acc);
+                add_some(&p, count, heads, Rows::i8(&x, stride), count, &mut acc);
                 let (mut parts, mut row) = (vec![0.0; heads * width], vec![0.0; width]);
                 for (i, held) in held.iter().enumerate() {
                     let one = Rows::i8(&x[i * stride..], stride);
@@ -100,9 +101,9 @@ mod tests {
                         let got = scores[h * count + i];
                         assert!((f64::from(got) - want).abs() < 1e-4, "{got} {want}");
                         let mut alone = [0.0];
-                        dot_rows(q, 1, one, 1, &mut alone, 1);
+                        dot_some(q, 1, one, 1, &mut alone, 1);
                         assert_eq!(alone[0], got);
-                        accumulate_rows(&p[h * count + i..][..1], 1, 1, one, 1, acc);
+                        add_some(&p[h * count + i..][..1], 1, 1, one, 1, acc);
                     }
                 }
                 assert_eq!(parts, acc);

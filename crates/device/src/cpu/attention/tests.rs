@@ -27,6 +27,30 @@ fn with_each_type(x: &[f32], stride: usize, test: impl Fn(Rows<'_>, &[f64])) {
     test(Rows::bf16(&halves, stride), &exact);
 }
 
+/// Scores of `count` rows with each of `heads` queries.
+pub(crate) fn dot_some(
+    q: &[f32],
+    heads: usize,
+    rows: Rows<'_>,
+    count: usize,
+    out: &mut [f32],
+    stride: usize,
+) {
+    dot_rows(q, q.len() / heads, &[Span::new(rows, count, heads)], out, stride);
+}
+
+/// Adds `count` rows to each of `heads` sums.
+pub(crate) fn add_some(
+    p: &[f32],
+    stride: usize,
+    heads: usize,
+    rows: Rows<'_>,
+    count: usize,
+    acc: &mut [f32],
+) {
+    accumulate_rows(p, stride, acc.len() / heads, &[Span::new(rows, count, heads)], acc);
+}
+
 /// Rows from `i` on.
 fn from<'a>(rows: Rows<'a>, i: usize) -> Rows<'a> {
     let stride = rows.stride;
@@ -50,7 +74,7 @@ fn scores() {
                 let out_stride = count + 2;
                 with_each_type(&x, stride, |rows, exact| {
                     let mut out = vec![7.0; heads * out_stride];
-                    dot_rows(&q, heads, rows, count, &mut out, out_stride);
+                    dot_some(&q, heads, rows, count, &mut out, out_stride);
                     for (at, &got) in out.iter().enumerate() {
                         let (h, i) = (at / out_stride, at % out_stride);
                         if i >= count {
@@ -64,7 +88,7 @@ fn scores() {
                         // The same alone.
                         let mut one = [0.0];
                         let rest = from(rows, i);
-                        dot_rows(q, 1, rest, 1, &mut one, 1);
+                        dot_some(q, 1, rest, 1, &mut one, 1);
                         assert_eq!(one[0], got);
                     }
                 });
@@ -86,7 +110,7 @@ fn weighted_sums() {
                 let start = values(heads * width, 5);
                 with_each_type(&x, stride, |rows, exact| {
                     let mut acc = start.clone();
-                    accumulate_rows(&p, p_stride, heads, rows, count, &mut acc);
+                    add_some(&p, p_stride, heads, rows, count, &mut acc);
                     for (at, &got) in acc.iter().enumerate() {
                         let (h, c) = (at / width, at % width);
                         let terms = (0..count)
@@ -99,7 +123,7 @@ fn weighted_sums() {
                     for i in 0..count {
                         for (h, acc) in parts.chunks_mut(width).enumerate() {
                             let rest = from(rows, i);
-                            accumulate_rows(&p[h * p_stride + i..][..1], 1, 1, rest, 1, acc);
+                            add_some(&p[h * p_stride + i..][..1], 1, 1, rest, 1, acc);
                         }
                     }
                     assert_eq!(parts, acc);
@@ -139,12 +163,27 @@ fn rows_that_do_not_fit_are_refused() {
     let refused = |test: &(dyn Fn() + std::panic::RefUnwindSafe)| {
         assert!(std::panic::catch_unwind(test).is_err());
     };
-    refused(&|| dot_rows(&[0.0; 16], 1, Rows::f32(&x, 17), 4, &mut [0.0; 4], 4));
-    refused(&|| dot_rows(&[0.0; 16], 1, Rows::f32(&x, usize::MAX), 3, &mut [0.0; 4], 4));
-    refused(&|| dot_rows(&[0.0; 32], 2, Rows::f32(&x, 16), 4, &mut [0.0; 7], 4));
-    refused(&|| dot_rows(&[0.0; 32], 2, Rows::f32(&x, 16), 4, &mut [0.0; 8], 3));
-    refused(&|| dot_rows(&[0.0; 33], 2, Rows::f32(&x, 16), 4, &mut [0.0; 8], 4));
-    refused(&|| accumulate_rows(&[0.0; 3], 4, 1, Rows::f32(&x, 16), 4, &mut [0.0; 16]));
+    refused(&|| dot_some(&[0.0; 16], 1, Rows::f32(&x, 17), 4, &mut [0.0; 4], 4));
+    refused(&|| dot_some(&[0.0; 16], 1, Rows::f32(&x, usize::MAX), 3, &mut [0.0; 4], 4));
+    refused(&|| dot_some(&[0.0; 32], 2, Rows::f32(&x, 16), 4, &mut [0.0; 7], 4));
+    refused(&|| dot_some(&[0.0; 32], 2, Rows::f32(&x, 16), 4, &mut [0.0; 8], 3));
+    let rows = Rows::f32(&x, 16);
+    let span = Span::new(rows, 4, 1);
+    let dot = |spans: &[Span<'_>]| dot_rows(&[0.0; 32], 16, spans, &mut [0.0; 8], 4);
+    dot(&[Span { query: 1, ..span }]);
+    refused(&|| dot(&[Span { query: 2, ..span }]));
+    refused(&|| dot(&[Span { column: 5, ..span }]));
+    refused(&|| dot(&[Span { column: usize::MAX, ..span }]));
+    refused(&|| dot(&[Span { query: usize::MAX, ..span }]));
+    refused(&|| dot(&[Span { column: 1, queries: 2, ..span }]));
+    refused(&|| dot(&[span, Span { queries: 2, ..span }]));
+    refused(&|| dot(&[span, Span { rows: Rows::bf16(&[half::bf16::ONE; 64], 16), ..span }]));
+    let add = |spans: &[Span<'_>]| accumulate_rows(&[0.0; 8], 4, 16, spans, &mut [0.0; 32]);
+    add(&[Span { sum: 16, ..span }]);
+    refused(&|| add(&[Span { sum: 17, ..span }]));
+    refused(&|| add(&[Span { sum: usize::MAX, ..span }]));
+    refused(&|| add(&[Span { query: 2, ..span }]));
+    refused(&|| add_some(&[0.0; 3], 4, 1, Rows::f32(&x, 16), 4, &mut [0.0; 16]));
     refused(&|| load_row(Rows::f32(&x, 16), usize::MAX, &mut [0.0; 16]));
 }
 
@@ -156,13 +195,13 @@ fn what_is_asked_for_ahead_changes_nothing() {
             with_each_type(&x, width, |rows, _| {
                 let later = [from(rows, 40), from(rows, 79), Rows::f32(&x[..1], 1), rows];
                 let (mut want, mut want_sums) = (vec![0.0; heads * count], q.clone());
-                dot_rows(&q, heads, rows, count, &mut want, count);
-                accumulate_rows(&want, count, heads, rows, count, &mut want_sums);
+                dot_some(&q, heads, rows, count, &mut want, count);
+                add_some(&want, count, heads, rows, count, &mut want_sums);
                 for later in later {
                     let rows = rows.before(later);
                     let (mut got, mut sums) = (vec![0.0; heads * count], q.clone());
-                    dot_rows(&q, heads, rows, count, &mut got, count);
-                    accumulate_rows(&got, count, heads, rows, count, &mut sums);
+                    dot_some(&q, heads, rows, count, &mut got, count);
+                    add_some(&got, count, heads, rows, count, &mut sums);
                     assert_eq!((&got, &sums), (&want, &want_sums));
                 }
             });
@@ -178,13 +217,13 @@ fn a_row_of_any_value_changes_no_other_score() {
         for width in [16, 64, 100] {
             let (mut x, q) = (values(33 * width, 1), values(3 * width, 2));
             let mut want = vec![0.0; 3 * 33];
-            dot_rows(&q, 3, Rows::f32(&x, width), 33, &mut want, 33);
+            dot_some(&q, 3, Rows::f32(&x, width), 33, &mut want, 33);
             for odd in [f32::NAN, f32::INFINITY, f32::MAX, 1e-42, -0.0] {
                 for i in [0, 5, 15, 16, 31, 32] {
                     let kept = x[i * width..][..width].to_vec();
                     x[i * width..][..width].fill(odd);
                     let mut got = vec![0.0; 3 * 33];
-                    dot_rows(&q, 3, Rows::f32(&x, width), 33, &mut got, 33);
+                    dot_some(&q, 3, Rows::f32(&x, width), 33, &mut got, 33);
                     for (at, (got, want)) in got.iter().zip(&want).enumerate() {
                         let (h, row) = (at / 33, at % 33);
                         if row != i {
@@ -203,6 +242,39 @@ fn a_row_of_any_value_changes_no_other_score() {
                     x[i * width..][..width].copy_from_slice(&kept);
                 }
             }
+        }
+    });
+}
+
+/// Many spans in one call, of several heads and lengths, are one after the other each alone.
+#[test]
+fn spans_of_a_call_are_those_of_many() {
+    crate::cpu::ops::tests::at_every_level(|| {
+        for (width, queries) in [(64, 3), (33, 1), (256, 6), (7, 9)] {
+            let x = values(64 * width, 1);
+            let (q, start) = (values(2 * queries * width, 2), values(2 * queries * width, 3));
+            with_each_type(&x, width, |rows, _| {
+                let lens = [16, 5, 16, 1];
+                let mut spans = Vec::new();
+                for (i, count) in lens.into_iter().enumerate() {
+                    let column = lens[..i].iter().sum();
+                    for head in 0..2 {
+                        let rows = from(rows, 16 * i + head).before(from(rows, 20));
+                        let (query, sum) = (head * queries, head * queries * width);
+                        spans.push(Span { rows, count, query, queries, column, sum });
+                    }
+                }
+                let run = |calls: &[&[Span<'_>]]| {
+                    let (mut scores, mut acc) = (vec![7.0; 2 * queries * 40], start.clone());
+                    calls.iter().for_each(|spans| dot_rows(&q, width, spans, &mut scores, 40));
+                    calls
+                        .iter()
+                        .for_each(|spans| accumulate_rows(&scores, 40, width, spans, &mut acc));
+                    (scores, acc)
+                };
+                let alone: Vec<&[Span<'_>]> = spans.chunks(1).collect();
+                assert_eq!(run(&[&spans]), run(&alone));
+            });
         }
     });
 }

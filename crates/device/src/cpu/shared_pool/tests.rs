@@ -1,7 +1,7 @@
 //! Storing, reading and copying, alone and from several threads.
 
 use super::*;
-use crate::cpu::attention::dot_rows;
+use crate::cpu::attention::tests::dot_some;
 
 const TYPES: [PoolType; 3] = [PoolType::F32, PoolType::F16, PoolType::BF16];
 
@@ -35,7 +35,7 @@ fn what_is_stored_is_read() {
         let reader = view.reader();
         let rows = reader.rows(7, 3, 64, 100).unwrap();
         let mut scores = [0.0; 3];
-        dot_rows(&[1.0; 64], 1, rows, 3, &mut scores, 3);
+        dot_some(&[1.0; 64], 1, rows, 3, &mut scores, 3);
         let want: Vec<f32> = row.chunks(100).map(|r| r[..64].iter().sum()).collect();
         assert_eq!(scores.as_slice(), want);
     }
