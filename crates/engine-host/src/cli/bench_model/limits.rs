@@ -1,6 +1,6 @@
 //! What reading memory allows a model on the CPU, beside which `bench model` shows what it does.
 
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use device::{AlignedBuffer, Parallel, Pool};
 use model::ModelPackage;
@@ -31,6 +31,9 @@ struct Longer {
     tokens: usize,
     /// Bytes that it has to read more.
     bytes: usize,
+    /// Seconds that reading the weights and these takes longer than reading the weights. More than their
+    /// share where a cache of the processor held the weights before.
+    reading: f64,
     /// Seconds that it takes more.
     seconds: f64,
 }
@@ -56,12 +59,15 @@ impl Limits {
             let rows = few + (all - local.map_or(0, |l| l.layers.len())) * tokens;
             2 * rows * numbers.kv_heads * numbers.head_dim * element
         };
-        let longer = short.zip(long).map(|(short, long)| Longer {
-            tokens: long.tokens,
-            bytes: cache(long.tokens) - cache(short.tokens),
-            seconds: long.seconds - short.seconds,
+        let threads = config.engine.threads.max(1);
+        let alone = read_seconds(weights, threads)?;
+        let longer = short.zip(long).map(|(short, long)| {
+            let bytes = cache(long.tokens) - cache(short.tokens);
+            let reading = read_seconds(weights + bytes, threads)? - alone;
+            let seconds = long.seconds - short.seconds;
+            Ok::<_, Error>(Longer { tokens: long.tokens, bytes, reading, seconds })
         });
-        Ok(Self { rate: read_rate(weights, config.engine.threads)?, weights, longer })
+        Ok(Self { rate: weights as f64 / alone, weights, longer: longer.transpose()? })
     }
 
     pub fn json(&self) -> Value {
@@ -70,11 +76,11 @@ impl Limits {
             "weights_mb": self.weights as f64 / 1e6,
             "decode_b1": self.rate / self.weights as f64,
         });
-        if let Some(Longer { tokens, bytes, seconds }) = self.longer {
+        if let Some(Longer { tokens, bytes, reading, seconds }) = self.longer {
             value["context"] = json!({
                 "tokens": tokens,
                 "cache_mb": bytes as f64 / 1e6,
-                "read_ms": bytes as f64 / self.rate * 1e3,
+                "read_ms": reading * 1e3,
                 "costs_ms": seconds * 1e3,
             });
         }
@@ -89,39 +95,46 @@ impl Limits {
             self.weights as f64 / 1e6,
             self.rate / self.weights as f64
         )];
-        if let Some(Longer { tokens, bytes, seconds }) = self.longer {
+        if let Some(Longer { tokens, bytes, reading, seconds }) = self.longer {
             lines.push(format!(
-                "{:<24} {:>9.2} ms a token more; reading {:.1} MB of cache takes {:.2}",
+                "{:<24} {:>9.2} ms a token more; reading {:.1} MB of cache, too, takes {:.2}",
                 format!("context of {tokens}"),
                 seconds * 1e3,
                 bytes as f64 / 1e6,
-                bytes as f64 / self.rate * 1e3
+                reading * 1e3
             ));
         }
         lines
     }
 }
 
-/// Bytes a second that `threads` threads read of this many: the best of a few times.
-fn read_rate(bytes: usize, threads: usize) -> Result<f64> {
+/// Seconds in which `threads` threads read this many bytes, at best.
+fn read_seconds(bytes: usize, threads: usize) -> Result<f64> {
     const PART: usize = 256 * 1024;
+    /// Long enough for the system to put each thread on a processor of its own.
+    const LONG: Duration = Duration::from_millis(300);
     let mut memory = AlignedBuffer::zeroed(bytes.next_multiple_of(PART), true)
         .map_err(|e| Error::new(ErrorKind::Exhausted, e.to_string()))?;
     memory.fill(1);
+    let parts = memory.len() / PART;
     let pool = Pool::new(threads);
-    let seconds = (0..8).map(|_| {
+    let (begin, mut best) = (Instant::now(), f64::INFINITY);
+    while begin.elapsed() < LONG {
         let start = Instant::now();
-        pool.run(memory.len() / PART, &|part| {
-            let words = memory[part * PART..][..PART].as_chunks::<8>().0;
-            let mut sums = [0u64; 32];
-            for words in words.as_chunks::<32>().0 {
-                for (sum, word) in sums.iter_mut().zip(words) {
-                    *sum ^= u64::from_ne_bytes(*word);
+        // A share for each thread, as products divide weights.
+        pool.run(threads, &|i| {
+            for part in i * parts / threads..(i + 1) * parts / threads {
+                let words = memory[part * PART..][..PART].as_chunks::<8>().0;
+                let mut sums = [0u64; 32];
+                for words in words.as_chunks::<32>().0 {
+                    for (sum, word) in sums.iter_mut().zip(words) {
+                        *sum ^= u64::from_ne_bytes(*word);
+                    }
                 }
+                std::hint::black_box(sums);
             }
-            std::hint::black_box(sums);
         });
-        start.elapsed().as_secs_f64()
-    });
-    Ok(memory.len() as f64 / seconds.fold(f64::INFINITY, f64::min))
+        best = best.min(start.elapsed().as_secs_f64());
+    }
+    Ok(best)
 }
