@@ -131,14 +131,15 @@ pub(crate) trait Simd: Copy {
     }
 }
 
-/// Asks for the cache line at `at`, which need not be one that there is.
+/// Asks for the cache line at `at`, which need not be one that there is. It comes no further than the
+/// second-level cache: a core has room for few lines on their way to the first, and waits for it.
 #[inline(always)]
 pub(crate) fn prefetch(at: *const u8) {
     #[cfg(target_arch = "x86_64")]
     {
-        use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
+        use std::arch::x86_64::{_MM_HINT_T1, _mm_prefetch};
         // SAFETY: a hint, which does nothing for an address that cannot be read.
-        unsafe { _mm_prefetch::<_MM_HINT_T0>(at.cast()) };
+        unsafe { _mm_prefetch::<_MM_HINT_T1>(at.cast()) };
     }
     let _ = at;
 }

@@ -8,9 +8,9 @@ use device::attention::Rows;
 use std::ops::Range;
 
 /// Bytes that are asked for before they are read: what memory delivers in the time it takes to answer.
-const AHEAD: usize = 12 << 10;
+const AHEAD: usize = 20 << 10;
 /// Most runs of a head that this is divided into.
-const MOST: usize = 8;
+const MOST: usize = 12;
 
 /// Keys of one page.
 #[derive(Clone, Debug)]
@@ -40,6 +40,7 @@ impl<'a, R: Iterator<Item = Run> + Clone> Reads<'a, R> {
         let mut later = Later { keys, values };
         let mut coming = [None; MOST];
         coming[..count].fill_with(|| later.next());
+        coming.iter().flatten().for_each(Rows::fetch);
         Self { coming, first: 0, count, later }
     }
 

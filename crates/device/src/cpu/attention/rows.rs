@@ -3,8 +3,9 @@
 use half::{bf16, f16};
 
 use super::scaled::scale_behind;
+use super::spans::LINE;
 use crate::cpu::features::CpuFeatures;
-use crate::cpu::simd::{Kernel, LANES, Simd, dispatch};
+use crate::cpu::simd::{Kernel, LANES, Simd, dispatch, prefetch};
 
 /// A storage type of cached values.
 pub(crate) trait Element: Copy + Default + 'static {
@@ -155,13 +156,21 @@ impl<'a> Rows<'a> {
     /// These rows, and on the way, row by row, `next` is brought into the CPU's cache. Rows far apart
     /// come slowly if each is asked for when it is needed.
     pub fn before(self, next: Rows<'a>) -> Self {
-        let next = match next.data {
+        Self { next: next.bytes(), ..self }
+    }
+
+    /// Has all of these rows brought into the CPU's cache.
+    pub fn fetch(&self) {
+        self.bytes().chunks(LINE).for_each(|line| prefetch(line.as_ptr()));
+    }
+
+    fn bytes(&self) -> &'a [u8] {
+        match self.data {
             Slice::F32(x) => bytemuck::cast_slice(x),
             Slice::F16(x) => bytemuck::cast_slice(x),
             Slice::BF16(x) => bytemuck::cast_slice(x),
             Slice::I8(x) => bytemuck::cast_slice(x),
-        };
-        Self { next, ..self }
+        }
     }
 
     pub(super) fn len(&self) -> usize {

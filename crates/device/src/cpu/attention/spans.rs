@@ -109,4 +109,4 @@ impl<'a, E: Element> Walk<'a, E> {
 }
 
 /// Bytes of a cache line.
-const LINE: usize = 64;
+pub(super) const LINE: usize = 64;

@@ -10,7 +10,7 @@ use std::marker::PhantomData;
 use super::Outputs;
 use super::activations::ActivationBlock;
 use super::format::{BLOCK, QuantizedFormat, ScaleKind};
-use crate::cpu::simd::{Kernel, Simd};
+use crate::cpu::simd::{Kernel, Simd, prefetch};
 
 /// Neighbouring panels times all vectors.
 pub(super) struct Task<'a, F> {
@@ -69,6 +69,9 @@ impl<F: QuantizedFormat> Task<'_, F> {
     fn tile<S: Simd, const R: usize>(&self, s: S, panel: Panel<'_>, row: usize) -> usize {
         let mut sums = [s.splat(0.0); R];
         for block in 0..self.inputs / BLOCK {
+            if R <= 2 {
+                ask_ahead(panel.bytes, block, self.panel_bytes / (self.inputs / BLOCK));
+            }
             let (scales, weights) = F::load(s, panel.bytes, block);
             let x: &[ActivationBlock; R] =
                 self.x[block * self.rows + row..].first_chunk().expect("rows of this block");
@@ -82,6 +85,18 @@ impl<F: QuantizedFormat> Task<'_, F> {
         R
     }
 }
+
+/// Asks for what comes [`AHEAD`] bytes after a block, where so few vectors share it that reading takes longer
+/// than the products. Matrices are short: before the CPU has seen that one is read in order, much of it has
+/// been.
+#[inline(always)]
+fn ask_ahead(panel: &[u8], block: usize, bytes: usize) {
+    let ahead = panel.as_ptr().wrapping_add(block * bytes + AHEAD);
+    (0..bytes).step_by(64).for_each(|at| prefetch(ahead.wrapping_add(at)));
+}
+
+/// What memory delivers in the time it takes to answer.
+const AHEAD: usize = 8 << 10;
 
 #[inline(always)]
 fn add_block<S: Simd, F: QuantizedFormat>(
