@@ -7,9 +7,12 @@
 //! The page in which a prompt ends is kept like whole ones when its request does, under a key of the tokens
 //! that it has: no lookup of whole pages finds it.
 
+use std::ops::Range;
+
 use device::Table;
 use resource_api::{RequestId, Result};
 
+use crate::chain::Chain;
 use crate::keys::{Key, Link, link, short};
 use crate::state::{Shared, State};
 
@@ -64,6 +67,15 @@ impl Branches {
             let (has, lacks) = place.split_at_mut(tokens.len());
             has.copy_from_slice(tokens);
             lacks.fill(END);
+        }
+    }
+
+    /// Notes these pages of a request, which are whole.
+    pub(crate) fn note_pages(&mut self, chain: &mut Chain, pages: Range<u32>) {
+        for page in pages {
+            if let Some((parent, tokens)) = chain.page(page) {
+                self.note(parent, tokens);
+            }
         }
     }
 
@@ -168,6 +180,13 @@ impl State {
         let (link, tokens) = chain.after(pages as u32)?;
         let part = parted(own, &tokens[..tokens.len().min(held)]);
         (link == parent && part > 0).then_some((Similar::Held(page), part))
+    }
+
+    /// Notes the pages that a request has generated, before it gives its pages up.
+    pub(crate) fn note_generated(&mut self, request: RequestId) {
+        let State { requests, branches, .. } = self;
+        let Some(chain) = requests.chain_mut(request) else { return };
+        branches.note_pages(chain, chain.prompt_pages()..chain.indexed);
     }
 
     /// Sees to it that the page in which the prompt ends is kept, if it is not whole, of a request that gives

@@ -2,7 +2,6 @@
 
 use resource_api::{LabelId, ResourceError, ResourceStep, Result, StepContext};
 
-use crate::branches::Branches;
 use crate::chain::Chain;
 use crate::pool::PagePool;
 use crate::prefix::Fed;
@@ -104,7 +103,7 @@ impl State {
         mut note: impl FnMut(usize, &mut Chain),
     ) {
         let mut lens = shared.board.lens();
-        let State { requests, pool, seats, ended, branches, .. } = self;
+        let State { requests, pool, seats, ended, .. } = self;
         let mut next_takes = 0;
         for (row, (&request, &span)) in rows.request.iter().zip(&rows.span).enumerate() {
             let Some((stream, chain)) = requests.main_and_chain(request) else { continue };
@@ -117,7 +116,7 @@ impl State {
             let end = chain.next_end();
             if len >= end && chain.has_ended_page(len) {
                 next_takes += 1;
-                if len > end || !index_page(pool, branches, stream, chain) {
+                if len > end || !index_page(pool, stream, chain) {
                     ended.push(request);
                 }
             } else if len + 1 == end {
@@ -197,17 +196,9 @@ impl State {
 
 /// Indexes the page after those indexed, which has just become whole. Says whether its key was there.
 #[inline(never)]
-fn index_page(
-    pool: &mut PagePool,
-    branches: &mut Branches,
-    stream: &Stream,
-    chain: &mut Chain,
-) -> bool {
+fn index_page(pool: &mut PagePool, stream: &Stream, chain: &mut Chain) -> bool {
     let page = stream.pages.get(chain.indexed as usize);
     let (Some(key), Some(&page)) = (chain.next_key(), page) else { return false };
-    if let Some((parent, tokens)) = chain.page(chain.indexed) {
-        branches.note(parent, tokens);
-    }
     chain.tip_is_own = pool.insert(key, page);
     chain.indexed += 1;
     true

@@ -324,11 +324,8 @@ impl State {
                 }
                 first -= 1;
             }
-            for page in first..whole {
-                if let Some((parent, tokens)) = chain.page(page) {
-                    branches.note(parent, tokens);
-                }
-            }
+            // Those that the request generates are noted when it ends: until then a step does not pay for them.
+            branches.note_pages(chain, first..whole.min(chain.prompt_pages()));
             let own = &stream.pages[first as usize..whole as usize];
             for (key, &page) in chain.keys(first, whole).zip(own) {
                 if !pool.is_indexed(page) {

@@ -254,6 +254,7 @@ impl State {
         self.cancel_journey(shared, request);
         self.forget_handover(shared, request);
         self.return_lease(shared, request);
+        self.note_generated(request);
         if free {
             self.keep_end(request);
         }

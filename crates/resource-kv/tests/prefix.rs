@@ -175,6 +175,23 @@ fn of_a_prompt_that_still_runs_its_last_page_is_copied_too() {
 }
 
 #[test]
+fn what_was_generated_is_found_within_a_page_once_its_request_has_ended() {
+    let mut run = Run::new(4, 64);
+    run.prompt(0, &tokens(0..6));
+    (6..24).for_each(|token| {
+        run.feed(0, &[token], DECODE);
+    });
+    let mut other = tokens(0..24);
+    (other[6], other[18]) = (66, 77);
+    assert_eq!(run.prompt(1, &other), 6, "where the prompt of one that runs ends");
+    other[6] = 6;
+    assert_eq!(run.prompt(2, &other), 16, "whole pages alone of what one that runs generates");
+    run.end(0);
+    assert_eq!(run.prompt(3, &tokens(0..20)), 16);
+    assert_eq!(run.prompt(4, &[tokens(0..18), tokens(90..99)].concat()), 18);
+}
+
+#[test]
 fn work_on_a_common_beginning_is_done_once_wherever_it_ends() {
     for common in [1000, 1001, 1007, 1008, 1015] {
         let mut run = Run::new(16, 1024);
