@@ -15,6 +15,7 @@ pub mod cuda;
 mod error;
 mod mapped_file;
 mod parallel;
+mod signals;
 mod sync;
 
 pub use block_type::BlockType;
@@ -33,3 +34,4 @@ pub use cpu::{attention, hash, ops};
 pub use error::{Error, Result};
 pub use mapped_file::MappedFile;
 pub use parallel::{Parallel, Serial, for_each_chunk_mut};
+pub use signals::let_large_files_fail;

@@ -244,6 +244,7 @@ pub fn main() -> ExitCode {
 pub fn main_with(linked: Option<Linked>) -> ExitCode {
     let cli = Cli::parse();
     crate::output::claim();
+    device::let_large_files_fail();
     if let Err(e) = start_log(&cli) {
         return fail(&e);
     }

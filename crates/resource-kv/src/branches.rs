@@ -15,6 +15,7 @@ use resource_api::{RequestId, Result};
 use crate::chain::Chain;
 use crate::keys::{Key, Link, link, short};
 use crate::state::{Shared, State};
+use crate::tiers::Tiers;
 
 /// Fewest and most places, of which there are otherwise two a page of the pool. Pages of tiers have theirs
 /// among them, too; in larger pools those noted last are found.
@@ -63,18 +64,21 @@ impl Branches {
     pub(crate) fn note(&mut self, parent: &Link, tokens: &[u32]) {
         let Some(&first) = tokens.first() else { return };
         let start = self.start(parent, first);
-        if let Some(place) = self.pages.get_mut(start..start + self.page_size) {
+        let place = self.pages.get_mut(start..start + self.page_size);
+        if let Some(place) = place.filter(|place| tokens.len() <= place.len()) {
             let (has, lacks) = place.split_at_mut(tokens.len());
             has.copy_from_slice(tokens);
             lacks.fill(END);
         }
     }
 
-    /// Notes these pages of a request, which are whole.
-    pub(crate) fn note_pages(&mut self, chain: &mut Chain, pages: Range<u32>) {
+    /// Notes these pages of a request, which are whole and whose links are there; tiers may want to know, too.
+    pub(crate) fn note_pages(&mut self, tiers: &Tiers, chain: &mut Chain, pages: Range<u32>) {
         for page in pages {
-            if let Some((parent, tokens)) = chain.page(page) {
+            let key = chain.keys(page, page + 1).next();
+            if let (Some(key), Some((parent, tokens))) = (key, chain.page(page)) {
                 self.note(parent, tokens);
+                tiers.note(key, parent, tokens);
             }
         }
     }
@@ -118,6 +122,13 @@ enum Similar {
 }
 
 impl State {
+    /// Notes what the pages have that a tier held before this process.
+    pub(crate) fn note_found(&mut self) {
+        for origin in self.tiers.take_found() {
+            self.branches.note(&origin.parent, &origin.tokens);
+        }
+    }
+
     /// Adds a page of the request's own to its lease that begins like the page after those found, where
     /// another request had such a page. Says how many tokens it holds.
     pub(crate) fn lease_part(
@@ -184,9 +195,9 @@ impl State {
 
     /// Notes the pages that a request has generated, before it gives its pages up.
     pub(crate) fn note_generated(&mut self, request: RequestId) {
-        let State { requests, branches, .. } = self;
+        let State { requests, branches, tiers, .. } = self;
         let Some(chain) = requests.chain_mut(request) else { return };
-        branches.note_pages(chain, chain.prompt_pages()..chain.indexed);
+        branches.note_pages(tiers, chain, chain.prompt_pages()..chain.indexed);
     }
 
     /// Sees to it that the page in which the prompt ends is kept, if it is not whole, of a request that gives
@@ -201,8 +212,10 @@ impl State {
         let Some((parent, tokens)) = chain.after(whole) else { return };
         let Some(tokens) = tokens.get(..held) else { return };
         if self.pool.owners(page) == 1 && !self.pool.is_sealed(page) {
-            self.pool.insert(short(&link(parent, tokens)), page);
+            let key = short(&link(parent, tokens));
+            self.pool.insert(key, page);
             self.branches.note(parent, tokens);
+            self.tiers.note(key, parent, tokens);
         }
     }
 

@@ -517,3 +517,6 @@ impl Kv {
         self.with_state(|state, shared| state.retrieve(shared, transfer, request, info))
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -240,8 +240,8 @@ impl State {
             self.let_go_of_slots(&orphan);
             return Ok(0);
         }
-        if let Err((error, _)) = copied {
-            self.tiers.failures += 1;
+        if let Err((error, slot)) = copied {
+            self.tiers.failed(slot, &error);
             if let Some(journey) = self.end_journey(moved.request) {
                 self.let_go_of_slots(&journey);
             }

@@ -301,7 +301,7 @@ impl State {
 
     /// Indexes the pages that have become whole.
     pub(crate) fn index_ended(&mut self) {
-        let State { requests, pool, ended, branches, .. } = self;
+        let State { requests, pool, ended, branches, tiers, .. } = self;
         for request in ended.drain(..) {
             let Some((stream, chain)) = requests.main_and_chain(request) else { continue };
             if !chain.has_ended_page(stream.len) {
@@ -325,7 +325,7 @@ impl State {
                 first -= 1;
             }
             // Those that the request generates are noted when it ends: until then a step does not pay for them.
-            branches.note_pages(chain, first..whole.min(chain.prompt_pages()));
+            branches.note_pages(tiers, chain, first..whole.min(chain.prompt_pages()));
             let own = &stream.pages[first as usize..whole as usize];
             for (key, &page) in chain.keys(first, whole).zip(own) {
                 if !pool.is_indexed(page) {

@@ -58,7 +58,7 @@ impl Kv {
         let budget = Budget::take(&info.host, info.device, total_bytes(&facts))?;
         let layout = String::from_utf8_lossy(&fingerprint(&facts, "")).into_owned();
         let transfer = Transfer::new(info, settings.transfer(num_pages)?, page_bytes, layout)?;
-        let tiers = settings.tiers(page_bytes, info)?;
+        let tiers = settings.tiers(page_bytes, facts.page_size, info)?;
         let memory = KvMemory::new(facts, info)?;
         let mut state = State::new(&facts, info.limits.max_batch)?;
         state.tiers = tiers.0;
@@ -158,6 +158,7 @@ impl Resource for Kv {
                 return Err(ResourceError::wrong_state("the prefix cache is open already"));
             }
             state.branches.open(shared, state.pool.usable()).map_err(no_memory)?;
+            state.note_found();
             state.pool.open_index().map_err(no_memory)
         })?;
         let (key, host) = (&self.shared.key, &self.shared.host);

@@ -6,27 +6,29 @@
 
 mod disk;
 mod memory;
+mod origins;
 mod pinned;
 mod settings;
 
 use std::collections::{BTreeMap, HashMap};
 use std::fmt;
-use std::sync::{Arc, MutexGuard};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use device::cuda::PinnedBuffer;
-use resource_api::{ResourceError, Result};
+use resource_api::{ErrorKind, ResourceError, Result};
 
 pub(crate) use self::disk::DiskStore;
 pub(crate) use self::memory::MemoryStore;
+pub(crate) use self::origins::{Origin, Origins};
 pub(crate) use self::pinned::PinnedStore;
-use crate::keys::Key;
+use crate::keys::{Key, Link};
 
 /// Where the pages of a tier lie. No call takes the cache's lock.
 pub(crate) trait PageStore: Send + Sync + fmt::Debug {
     /// Keeps a page. Nobody reads the slot meanwhile.
     ///
     /// # Errors
-    /// When it could not be kept; the slot then holds nothing.
+    /// When it could not be kept; the slot then holds nothing. `EXHAUSTED` where there is no room for it.
     fn put(&self, slot: u32, key: Option<Key>, page: &[u8]) -> Result<()>;
 
     /// Hands out what [`PageStore::put`] kept.
@@ -63,6 +65,10 @@ struct Record {
     stamp: u64,
 }
 
+/// So many slots of a store without room for more are ones that it has written before, and then it is tried
+/// again.
+const REUSED: u32 = 256;
+
 /// The slots of a tier.
 #[derive(Debug)]
 pub(crate) struct Tier {
@@ -74,6 +80,9 @@ pub(crate) struct Tier {
     /// By when they became idle, the one to go first in front.
     idle: BTreeMap<u64, u32>,
     stamps: u64,
+    /// For so many pages to come, idle slots go before free ones: the store has no room for what it has not
+    /// written yet.
+    reuse: u32,
 }
 
 /// How many slots a tier has, and of what.
@@ -96,6 +105,7 @@ impl Tier {
             by_key: HashMap::new(),
             idle: BTreeMap::new(),
             stamps: 0,
+            reuse: 0,
         }
     }
 
@@ -221,11 +231,35 @@ pub(crate) struct Tiers {
     pub(crate) spilled: u64,
     /// Pages that came back for the prefix that they hold.
     pub(crate) restored: u64,
+    /// Of what the keys of pages are made, where a tier outlives the process.
+    origins: Option<Arc<Mutex<Origins>>>,
+    /// What the pages that were there at the start have, the oldest first.
+    found: Vec<Origin>,
 }
 
 impl Tiers {
     pub(crate) fn new(tiers: Vec<Tier>) -> Self {
         Tiers { tiers, ..Tiers::default() }
+    }
+
+    /// With a tier that outlives the process: `origins` is what it writes beside its pages, `found` what was
+    /// there.
+    pub(crate) fn with_origins(mut self, origins: Arc<Mutex<Origins>>, found: Vec<Origin>) -> Self {
+        (self.origins, self.found) = (Some(origins), found);
+        self
+    }
+
+    /// What pages that were there at the start have, the oldest first; once.
+    pub(crate) fn take_found(&mut self) -> Vec<Origin> {
+        std::mem::take(&mut self.found)
+    }
+
+    /// Notes what the page with this key has, where a tier wants to know.
+    #[inline]
+    pub(crate) fn note(&self, key: Key, parent: &Link, tokens: &[u32]) {
+        if let Some(origins) = &self.origins {
+            origins.lock().unwrap_or_else(PoisonError::into_inner).note(key, parent, tokens);
+        }
     }
 
     pub(crate) fn is_empty(&self) -> bool {
@@ -305,14 +339,25 @@ impl Tiers {
                 self.fill(slot, Some(key));
                 self.spilled += 1;
             }
-            Err(_) => self.failures += 1,
+            Err(e) => self.failed(slot, &e),
         }
         self.let_go(slot);
     }
 
+    /// Notes that a page could not be kept in a slot.
+    pub(crate) fn failed(&mut self, slot: Slot, error: &ResourceError) {
+        self.failures += 1;
+        if error.kind() == ErrorKind::EXHAUSTED {
+            self.tiers[slot.tier].reuse = REUSED;
+        }
+    }
+
     /// A slot of a tier for one holder; what had to go for it falls to the next tier.
     fn take_in(&mut self, tier: usize) -> Option<Slot> {
-        let at = match self.tiers[tier].free.pop() {
+        let from = &mut self.tiers[tier];
+        let reuse = from.reuse > 0 && !from.idle.is_empty();
+        from.reuse = from.reuse.saturating_sub(1);
+        let at = match if reuse { None } else { from.free.pop() } {
             Some(at) => at,
             None => {
                 let (_, &at) = self.tiers[tier].idle.first_key_value()?;

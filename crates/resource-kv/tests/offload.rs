@@ -357,6 +357,37 @@ fn a_file_serves_prefixes_to_the_next_process() {
 }
 
 #[test]
+fn what_prompts_have_in_common_within_a_page_is_found_after_a_restart_too() {
+    let dir = tempfile::tempdir().unwrap();
+    for (at, host) in ["", r#""host_pages": 3, "#].into_iter().enumerate() {
+        let file = dir.path().join(at.to_string());
+        let tiers = format!(r#"{host}"disk_file": {file:?}, "disk_size": "1MiB""#);
+        let mut run = Run::new(8, &tiers);
+        // The last page is that in which a prompt ends, and it is not whole.
+        run.prompt(0, &tokens(0..15));
+        run.end(0);
+        // What makes room leaves for the file, twice the pool of it, so that host memory is full, too.
+        for slot in 1..3 {
+            run.prompt(slot, &tokens(500 * slot..500 * slot + 30));
+            run.end(slot);
+        }
+        for round in 0..2 {
+            drop(run);
+            run = Run::new(8, &tiers);
+            for (slot, common) in [(0, 7), (1, 14), (2, 4), (3, 11)] {
+                let other = 90 + 10 * round;
+                let prompt = [tokens(0..common), tokens(other..other + 3)].concat();
+                assert_eq!(run.prompt(slot, &prompt), common, "{host:?}, round {round}");
+                run.end(slot);
+                // Out of the pool with it, so that the next one comes from the file as well.
+                run.prompt(4, &tokens(900 + 100 * common..930 + 100 * common));
+                run.end(4);
+            }
+        }
+    }
+}
+
+#[test]
 fn a_damaged_page_of_a_request_is_told_and_it_can_start_anew() {
     let dir = tempfile::tempdir().unwrap();
     let file = dir.path().join("pages");

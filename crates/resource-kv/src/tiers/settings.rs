@@ -1,26 +1,28 @@
 //! The tiers that the settings want.
 
 use std::path::Path;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 
 use device::Budget;
 use device::cuda::Context;
 use resource_api::{Device, EngineResourceInfo, HostServices, ResourceError, Result};
 
-use super::{DiskStore, MemoryStore, PageStore, PinnedStore, Tier, Tiers, disk};
+use super::{DiskStore, MemoryStore, Origins, PageStore, PinnedStore, Tier, Tiers, disk};
 use crate::spec::{KvSpec, memory_bytes};
+use crate::state::no_memory;
 
 impl KvSpec {
-    /// Tiers for pages of `page_bytes`, and the host memory that is spoken for.
+    /// Tiers for pages of `page_size` tokens and `page_bytes`, and the host memory that is spoken for.
     ///
     /// # Errors
     /// `INVALID` naming the setting, `EXHAUSTED` without that memory.
     pub(crate) fn tiers(
         &self,
         page_bytes: u64,
+        page_size: u32,
         info: &EngineResourceInfo,
     ) -> Result<(Tiers, Option<Budget>)> {
-        let (mut tiers, mut budget) = (Vec::new(), None);
+        let (mut tiers, mut budget, mut kept) = (Vec::new(), None, None);
         let free = info.host.free_memory(Device::CPU);
         let slots = match (self.host_pages, &self.host_memory) {
             (Some(_), Some(_)) => {
@@ -72,10 +74,18 @@ impl KvSpec {
                         "`disk_size` is \"{size}\", which has no room for a page of {page_bytes} bytes"
                     )));
                 }
-                let (store, contents) = DiskStore::open(Path::new(file), slots, page_bytes)?;
-                tiers.push(Tier::new("disk", Arc::new(store), slots).with_contents(contents));
+                let origins = Origins::new(slots, page_size).map_err(no_memory)?;
+                let origins = Arc::new(Mutex::new(origins));
+                let opened = DiskStore::open(Path::new(file), slots, page_bytes, origins.clone())?;
+                let disk = Tier::new("disk", Arc::new(opened.store), slots);
+                tiers.push(disk.with_contents(opened.contents));
+                kept = Some((origins, opened.found));
             }
         }
-        Ok((Tiers::new(tiers), budget))
+        let tiers = Tiers::new(tiers);
+        match kept {
+            Some((origins, found)) => Ok((tiers.with_origins(origins, found), budget)),
+            None => Ok((tiers, budget)),
+        }
     }
 }
