@@ -1,17 +1,19 @@
 //! What goes from one process to another, or to the next: requests that begin in one engine and go on in
 //! another, and cached pages in a file. The same tokens as in one, and one clear line for whatever comes between.
 
+#[path = "support/files.rs"]
+mod files;
 mod support;
 
-use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Output, Stdio};
+use std::process::{Child, Stdio};
 use std::time::{Duration, Instant};
 
 use engine_host::engine::{Engine, Handover, Relay};
 use engine_host::request::{Event, GenerateRequest};
+use files::{Files, ended, signal};
 use resource_api::{KvCache, KvCacheHandle, Resource};
 use serde_json::{Value, json};
-use support::{Done, config, greedy, load, model_path, plugins, reference, run, take_event};
+use support::{Done, config, greedy, load, reference, run, take_event};
 
 const STEPS: u32 = 12;
 
@@ -147,75 +149,6 @@ fn a_request_whose_state_does_not_arrive_fails_alone() {
     assert!(why.contains("`transfer` is not set in [engine]"), "{why}");
 }
 
-struct Files {
-    dir: tempfile::TempDir,
-    config: PathBuf,
-}
-
-impl Files {
-    fn new(more: &str, kv: &str) -> Self {
-        let dir = tempfile::tempdir().unwrap();
-        let shared = dir.path().join("shared");
-        std::fs::create_dir(&shared).unwrap();
-        let (plugins, model) = (plugins(), model_path());
-        let text = format!(
-            "[engine]\nplugin_dirs = [{plugins:?}]\nkv_dtype = \"f32\"\nmax_model_len = 160\n{more}\n\
-             [model]\npath = {model:?}\n\
-             [resources.main_kv]\nkind = \"kv\"\nnodes = [\"decoder\"]\npages = 100\n{kv}\n\
-             [resources.attn]\nkind = \"attention\"\nnodes = [\"decoder\"]\nkv_cache = \"main_kv\"\n\
-             [resources.pos]\nkind = \"positions\"\nnodes = [\"decoder\"]\nkv_cache = \"main_kv\"\n\
-             [resources.sampler]\nkind = \"sampler\"\nnodes = [\"decoder\"]\n"
-        );
-        let text = text.replace("SHARED", &format!("{shared:?}"));
-        let config = dir.path().join("engine.toml");
-        std::fs::write(&config, text).unwrap();
-        Files { dir, config }
-    }
-
-    fn path(&self, name: &str) -> PathBuf {
-        self.dir.path().join(name)
-    }
-
-    fn command(&self, name: &str, prompts: &Path) -> Command {
-        let mut command = Command::new(env!("CARGO_BIN_EXE_engine-host"));
-        command.arg(name).arg("--config").arg(&self.config).arg("--prompts").arg(prompts);
-        command.stdin(Stdio::null());
-        command
-    }
-
-    fn generate(&self, prompts: &Path) -> (Output, Vec<Value>) {
-        let output = self.command("generate", prompts).output().unwrap();
-        let text = String::from_utf8_lossy(&output.stdout).into_owned();
-        let lines = text.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
-        (output, lines)
-    }
-
-    /// Begins the requests in a process of its own and waits until they are handed over.
-    fn prefill(&self, prompts: &Path, output: &Path, tokens: &str) -> Child {
-        let mut command = self.command("prefill", prompts);
-        command.arg("--output").arg(output).args(["--tokens", tokens]);
-        let mut child = command.stderr(Stdio::piped()).spawn().unwrap();
-        let begun = Instant::now();
-        while !output.exists() {
-            assert!(begun.elapsed() < Duration::from_secs(120), "nothing is handed over");
-            assert!(child.try_wait().unwrap().is_none_or(|status| status.success()), "it failed");
-            std::thread::sleep(Duration::from_millis(10));
-        }
-        child
-    }
-}
-
-fn ended(child: &mut Child, within: Duration) -> bool {
-    let begun = Instant::now();
-    while begun.elapsed() < within {
-        if child.try_wait().unwrap().is_some() {
-            return true;
-        }
-        std::thread::sleep(Duration::from_millis(10));
-    }
-    false
-}
-
 #[test]
 fn two_processes_give_the_tokens_of_one() {
     let files = Files::new("transfer = \"shared-memory\"\ntransfer_directory = SHARED", "");
@@ -259,16 +192,6 @@ fn after(kv: &str, treat: impl FnOnce(&Files, &mut Child)) -> Value {
     got.remove(0)
 }
 
-fn region(files: &Files) -> PathBuf {
-    let mut entries = std::fs::read_dir(files.path("shared")).unwrap();
-    entries.next().unwrap().unwrap().path()
-}
-
-fn signal(child: &Child, name: &str) {
-    let status = Command::new("kill").arg(name).arg(child.id().to_string()).status().unwrap();
-    assert!(status.success());
-}
-
 #[test]
 fn a_first_process_that_was_killed_or_stopped_has_published_what_is_read() {
     let whole = after("", |_, _| ());
@@ -285,17 +208,17 @@ fn a_first_process_that_was_killed_or_stopped_has_published_what_is_read() {
 fn a_region_that_was_cut_or_damaged_fails_the_request_with_one_line() {
     let message = |value: Value| value["error"]["message"].as_str().unwrap().to_string();
     let cut = after("", |files, _| {
-        let file = std::fs::OpenOptions::new().write(true).open(region(files)).unwrap();
+        let file = std::fs::OpenOptions::new().write(true).open(files.region()).unwrap();
         file.set_len(37_000).unwrap();
     });
     assert!(message(cut).contains("it was cut short"));
     let flipped = after("", |files, _| {
-        let mut bytes = std::fs::read(region(files)).unwrap();
+        let mut bytes = std::fs::read(files.region()).unwrap();
         bytes[37_000..].iter_mut().for_each(|byte| *byte ^= 1);
-        std::fs::write(region(files), bytes).unwrap();
+        std::fs::write(files.region(), bytes).unwrap();
     });
     assert!(message(flipped).contains("is damaged"));
-    let gone = after("", |files, _| std::fs::remove_file(region(files)).unwrap());
+    let gone = after("", |files, _| std::fs::remove_file(files.region()).unwrap());
     assert!(message(gone).contains("the worker that published it has ended"));
     let over = after("transfer_lease = 0.2", |_, first| {
         assert!(ended(first, Duration::from_secs(20)), "it ends when the lease does");

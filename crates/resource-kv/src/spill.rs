@@ -1,6 +1,7 @@
 //! Cached pages that leave the pool for a tier, and come back for the prefix that they hold.
 
-use resource_api::Result;
+use resource_api::host::level;
+use resource_api::{HostServices, Result};
 
 use crate::keys::Key;
 use crate::state::{Shared, State};
@@ -14,6 +15,10 @@ impl State {
             let victims: Vec<(u32, Key)> = victims.map(|p| (p, self.pool.key(p))).collect();
             for (page, key) in victims {
                 self.tiers.keep(key, |take| shared.memory.read_page(page, take));
+            }
+            if let Some(why) = self.tiers.take_trouble() {
+                let message = format!("{}: a cached page is dropped: {why}", shared.key);
+                shared.host.log(level::WARN, "kv", &message);
             }
         }
         self.pool.evict(pages, shared.completed_epoch())

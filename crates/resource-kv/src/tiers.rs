@@ -227,6 +227,9 @@ pub(crate) struct Tiers {
     tiers: Vec<Tier>,
     /// Pages that could not be kept or were damaged.
     pub(crate) failures: u64,
+    /// Why a page could not be kept, until somebody is told; and whether somebody was since one was kept.
+    trouble: Option<String>,
+    is_told: bool,
     /// Pages that came to a tier because the pool, or the tier above, had no room.
     pub(crate) spilled: u64,
     /// Pages that came back for the prefix that they hold.
@@ -338,6 +341,7 @@ impl Tiers {
             Ok(()) => {
                 self.fill(slot, Some(key));
                 self.spilled += 1;
+                self.is_told = false;
             }
             Err(e) => self.failed(slot, &e),
         }
@@ -347,9 +351,17 @@ impl Tiers {
     /// Notes that a page could not be kept in a slot.
     pub(crate) fn failed(&mut self, slot: Slot, error: &ResourceError) {
         self.failures += 1;
+        if !std::mem::replace(&mut self.is_told, true) {
+            self.trouble = Some(error.message().to_string());
+        }
         if error.kind() == ErrorKind::EXHAUSTED {
             self.tiers[slot.tier].reuse = REUSED;
         }
+    }
+
+    /// Why a page could not be kept, once for all that fail one after the other.
+    pub(crate) fn take_trouble(&mut self) -> Option<String> {
+        self.trouble.take()
     }
 
     /// A slot of a tier for one holder; what had to go for it falls to the next tier.
