@@ -44,7 +44,7 @@ impl Level {
 /// | `avx512` | AVX-512 F, BW, DQ, VL |
 /// | `avx512vnni` | and VNNI |
 /// | `avx512bf16` | and BF16 |
-/// | `amx` | and AMX tiles with int8 and bf16 |
+/// | `amx` | and AMX tiles with int8 and bf16, which the operating system lets this process use |
 ///
 /// A kernel that has no version for a level runs the one of the next lower level it has. Results are
 /// reproducible to the bit within a level, not between levels.
@@ -170,7 +170,23 @@ fn has_amx() -> bool {
     // SAFETY: x86-64 has the instruction.
     let edx = unsafe { __cpuid_count(7, 0) }.edx;
     // SAFETY: AVX was detected, and that includes the operating system's use of xsave.
-    edx & TILE_INT8_BF16 == TILE_INT8_BF16 && unsafe { enabled_state() } & TILE_STATE == TILE_STATE
+    let has = edx & TILE_INT8_BF16 == TILE_INT8_BF16
+        && unsafe { enabled_state() } & TILE_STATE == TILE_STATE;
+    has && tiles_are_permitted()
+}
+
+/// Asks the operating system for tiles, which Linux gives a process only once it has been asked.
+#[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+fn tiles_are_permitted() -> bool {
+    const ARCH_REQ_XCOMP_PERM: libc::c_long = 0x1023;
+    const TILE_DATA: libc::c_long = 18;
+    // SAFETY: the call changes nothing but what the process may use.
+    unsafe { libc::syscall(libc::SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, TILE_DATA) == 0 }
+}
+
+#[cfg(all(target_arch = "x86_64", not(target_os = "linux")))]
+fn tiles_are_permitted() -> bool {
+    false
 }
 
 #[cfg(test)]

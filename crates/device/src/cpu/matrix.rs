@@ -8,6 +8,8 @@ mod activations;
 mod float;
 mod format;
 mod int8;
+#[cfg(target_arch = "x86_64")]
+mod tiles;
 
 use std::marker::PhantomData;
 
@@ -184,9 +186,18 @@ impl Matrix {
         let features = self.options.features;
         if self.uses_int8() {
             let x = x.blocks;
-            with_quantized!(self.block_type, F => dispatch(features, int8::Task::<F> {
-                panels, panel_bytes, first, inputs, rows, x, out, format: PhantomData,
-            }), else unreachable!("float weights do not use int8"))
+            with_quantized!(self.block_type, F => {
+                let format = PhantomData;
+                let mut task =
+                    int8::Task::<F> { panels, panel_bytes, first, inputs, rows, from: 0, x, out, format };
+                #[cfg(target_arch = "x86_64")]
+                {
+                    task.from = tiles::multiply(features, &task);
+                }
+                if task.from < rows {
+                    dispatch(features, task);
+                }
+            }, else unreachable!("float weights do not use int8"));
         } else {
             let x = x.floats;
             let task = float::Task { panels, panel_bytes, first, inputs, rows, x, out };

@@ -9,7 +9,7 @@ use std::marker::PhantomData;
 
 use super::Outputs;
 use super::activations::ActivationBlock;
-use super::format::{BLOCK, QuantizedFormat, ScaleKind};
+use super::format::{BLOCK, QuantizedFormat, ScaleKind, Scales};
 use crate::cpu::simd::{Kernel, Simd, prefetch};
 
 /// Neighbouring panels times all vectors.
@@ -20,6 +20,8 @@ pub(super) struct Task<'a, F> {
     pub(super) first: usize,
     pub(super) inputs: usize,
     pub(super) rows: usize,
+    /// The first vector that is not computed yet.
+    pub(super) from: usize,
     pub(super) x: &'a [ActivationBlock],
     pub(super) out: &'a Outputs<'a>,
     pub(super) format: PhantomData<F>,
@@ -37,7 +39,7 @@ impl<F: QuantizedFormat> Kernel for Task<'_, F> {
         let row_bytes = (self.inputs / BLOCK).max(1) * size_of::<ActivationBlock>();
         let at_once = (CACHED / row_bytes).max(8).next_multiple_of(8);
 
-        let mut start = 0;
+        let mut start = self.from;
         while start < self.rows {
             let end = self.rows.min(start + at_once);
             for (i, panel) in self.panels.chunks_exact(self.panel_bytes).enumerate() {
@@ -102,7 +104,7 @@ const AHEAD: usize = 8 << 10;
 fn add_block<S: Simd, F: QuantizedFormat>(
     s: S,
     sum: S::F,
-    scales: &super::format::Scales<S::F>,
+    scales: &Scales<S::F>,
     weights: &[S::I; 8],
     x: &ActivationBlock,
 ) -> S::F {
@@ -115,13 +117,26 @@ fn add_block<S: Simd, F: QuantizedFormat>(
             s.dot(dots[g / 4], weights[g], x)
         };
     }
+    if !F::Scale::PER_HALF {
+        dots[0] = s.add_i32(dots[0], dots[1]);
+    }
+    add_sums::<S, F>(s, sum, scales, dots, x)
+}
+
+/// Adds the integer sums of a block: its halves', or that of both where they share a scale.
+#[inline(always)]
+pub(super) fn add_sums<S: Simd, F: QuantizedFormat>(
+    s: S,
+    sum: S::F,
+    scales: &Scales<S::F>,
+    dots: [S::I; 2],
+    x: &ActivationBlock,
+) -> S::F {
     let d = s.splat(x.scale);
-    let sum = if F::Scale::PER_HALF {
-        let sum = s.fma(s.to_f32(dots[0]), s.mul(scales.scale[0], d), sum);
-        s.fma(s.to_f32(dots[1]), s.mul(scales.scale[1], d), sum)
-    } else {
-        s.fma(s.to_f32(s.add_i32(dots[0], dots[1])), s.mul(scales.scale[0], d), sum)
-    };
+    let mut sum = s.fma(s.to_f32(dots[0]), s.mul(scales.scale[0], d), sum);
+    if F::Scale::PER_HALF {
+        sum = s.fma(s.to_f32(dots[1]), s.mul(scales.scale[1], d), sum);
+    }
     if F::Scale::HAS_MIN { s.fma(scales.min, s.splat(x.scaled_sum), sum) } else { sum }
 }
 

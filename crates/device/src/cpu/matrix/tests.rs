@@ -198,6 +198,36 @@ fn a_row_is_the_same_to_the_bit_in_any_company() {
     }
 }
 
+/// Tiles of AMX compute what vectors do, to the bit.
+#[test]
+fn tiles_are_the_vectors_of_the_level_below() {
+    let mut random = Random(5);
+    let levels: Vec<CpuFeatures> = CpuFeatures::supported().collect();
+    let [.., below, best] = levels[..] else { return };
+    if best.name() != "amx" {
+        println!("skipped: this CPU has no tiles");
+        return;
+    }
+    for block_type in BlockType::ALL {
+        for &(outputs, inputs) in sizes(block_type) {
+            let bytes = weights(block_type, outputs, inputs, &mut random);
+            let x: Vec<f32> = (0..50 * inputs).map(|_| random.float()).collect();
+            let product = |features, rows: usize| {
+                let options = PackOptions { activations: Activations::Int8, features };
+                let matrix =
+                    Matrix::pack(block_type, outputs, inputs, &bytes, options, &Serial).unwrap();
+                let mut out = vec![f32::NAN; rows * outputs];
+                let x = &x[..rows * inputs];
+                matrix.matmul(x, rows, &mut out, &mut Scratch::default(), &Pool::new(2)).unwrap();
+                out
+            };
+            for rows in [15, 16, 31, 32, 50] {
+                assert_eq!(product(best, rows), product(below, rows), "{block_type} {rows}");
+            }
+        }
+    }
+}
+
 #[test]
 fn many_vectors_go_through_in_parts() {
     let mut random = Random(4);
