@@ -37,22 +37,22 @@ pub(super) fn quantize(
         blocks.resize(need, ActivationBlock::default());
     }
     let out = Shared::new(&mut blocks[..need]);
-    let columns = (TASK / (rows * BLOCK)).max(1);
-    run_once_each(parallel, per_row.div_ceil(columns), &|task| {
-        let first = task * columns;
-        let columns = columns.min(per_row - first);
-        // SAFETY: tasks have different columns, and each comes up once.
-        let out = unsafe { out.get(first * rows, columns * rows) };
-        dispatch(features, Quantize { x, rows, per_row, first, out });
+    let together = (TASK / (per_row * BLOCK).max(1)).max(1);
+    run_once_each(parallel, rows.div_ceil(together), &|task| {
+        let first = task * together;
+        let x = &x.as_chunks::<BLOCK>().0[first * per_row..rows.min(first + together) * per_row];
+        dispatch(features, Quantize { x, per_row, rows, first, out: &out });
     });
 }
 
+/// Rows that lie together, whole: reading them in order is what this takes time for.
 struct Quantize<'a> {
-    x: &'a [f32],
-    rows: usize,
+    x: &'a [[f32; BLOCK]],
     per_row: usize,
+    /// All rows there are, and the first of these.
+    rows: usize,
     first: usize,
-    out: &'a mut [ActivationBlock],
+    out: &'a Shared<'a, ActivationBlock>,
 }
 
 impl Kernel for Quantize<'_> {
@@ -60,10 +60,12 @@ impl Kernel for Quantize<'_> {
 
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
-        let blocks = self.x.as_chunks::<BLOCK>().0;
-        for (column, out) in self.out.chunks_exact_mut(self.rows).enumerate() {
-            for (row, out) in out.iter_mut().enumerate() {
-                round_block(s, &blocks[row * self.per_row + self.first + column], out);
+        for (row, x) in self.x.chunks_exact(self.per_row).enumerate() {
+            for (column, x) in x.iter().enumerate() {
+                let at = column * self.rows + self.first + row;
+                // SAFETY: each block belongs to one row, tasks have different rows, and each comes up once.
+                let out = unsafe { self.out.get(at, 1) };
+                round_block(s, x, &mut out[0]);
             }
         }
     }
