@@ -64,6 +64,16 @@ fn kv_with_host_memory_is_clean() {
 }
 
 #[test]
+fn kv_of_int8_with_its_scales_is_clean() {
+    for tiers in ["\"host_pages\": 0", "\"host_pages\": 12"] {
+        let settings = KV.replace("\"pages\"", &format!("\"dtype\": \"i8\", {tiers}, \"pages\""));
+        let report = check(kind::<resource_kv::Kv>(), &settings, None);
+        clean_at("streams hold", report.clone());
+        clean_at("requests that share", report);
+    }
+}
+
+#[test]
 fn attention_is_clean() {
     let settings = r#"{"kv_cache": "main_kv"}"#;
     clean_at(

@@ -4,7 +4,7 @@ use resource_api::{LabelId, RequestId, ResourceError, Result};
 
 use super::FakeCache;
 use super::fault::Fault;
-use super::state::{State, Stream, StreamId};
+use super::state::{Request, State, Stream, StreamId};
 
 impl State {
     /// Keeps the full pages of a main stream whose tokens are known.
@@ -25,13 +25,17 @@ impl State {
 
     /// How much of its prompt is there, held for the request from now on.
     pub(super) fn probe(&mut self, rid: RequestId) -> Option<u32> {
-        if !self.known(rid) || self.streams.get(&(rid, LabelId::MAIN)).is_some_and(|s| s.len > 0) {
+        let has_begun = self.streams.get(&(rid, LabelId::MAIN)).is_some_and(|s| s.len > 0);
+        if !self.known(rid) || has_begun {
+            return None;
+        }
+        if self.requests[&rid.slot].away.is_some() && !self.has(Fault::FoundAway) {
             return None;
         }
         let again = self.has(Fault::DoubleReference);
         let (index, request) = (self.index.as_ref()?, self.requests.get_mut(&rid.slot)?);
         if let Some(lease) = request.lease.as_ref().filter(|_| !again) {
-            return Some(lease.len() as u32 * self.size);
+            return Some(leased(lease.len(), request.part, self.size));
         }
         let size = self.size as usize;
         let all = self.fault == Some(Fault::ProbeTakesAll);
@@ -41,13 +45,34 @@ impl State {
         if self.fault == Some(Fault::WrongTail) && pages.len() < most && !pages.is_empty() {
             pages.extend(pages.last().copied());
         }
+        // Where prompts part within a page, what they have in common of it counts, too.
+        let whole = pages.len() * size;
+        let (before, own) = request.prompt.split_at(whole);
+        let common = |key: &Vec<u32>| {
+            let tokens = key.strip_prefix(before).filter(|tokens| tokens.len() == size)?;
+            Some(tokens.iter().zip(own).take_while(|(a, b)| a == b).count())
+        };
+        let parted = index.iter().filter_map(|(key, &page)| Some((common(key)?, page)));
+        // One token is left to compute.
+        let parted = parted.filter(|&(n, _)| n > 0 && n < own.len()).max();
+        request.part = 0;
+        if let Some((part, page)) = parted.filter(|_| self.fault != Some(Fault::WrongTail)) {
+            pages.push(page);
+            request.part = if self.fault == Some(Fault::PartWhole) { 0 } else { part as u32 };
+        }
         if self.fault != Some(Fault::MissingRetain) {
             pages.iter().for_each(|&page| self.owners[page as usize] += 1);
         }
-        let found = pages.len() as u32 * self.size;
+        let found = leased(pages.len(), request.part, self.size);
         request.lease = Some(pages);
         Some(found)
     }
+}
+
+/// Tokens of so many pages, of the last of which `part` count where it is not 0.
+fn leased(pages: usize, part: u32, size: u32) -> u32 {
+    let whole = pages as u32 * size;
+    if part == 0 { whole } else { whole - size + part }
 }
 
 impl FakeCache {
@@ -67,7 +92,10 @@ impl FakeCache {
             }
             let ids = ids.get(..matched as usize).unwrap_or_default().to_vec();
             let mut stream = Stream { pages, len: matched, ids, protected: 0 };
-            let done = self.own_tail(state, &mut stream);
+            let done = match self.has(Fault::PartAliases) {
+                true => Ok(()),
+                false => self.own_tail(state, &mut stream),
+            };
             if done.is_err() {
                 state.release(&stream.pages);
                 stream = Stream::default();
@@ -188,11 +216,13 @@ impl FakeCache {
 }
 
 impl State {
-    /// Pages that offloading would free: none while a step uses the request.
+    /// Pages that offloading would free: none while a step uses the request, or pages are held for it.
     pub(super) fn reclaimable(&self, rid: RequestId) -> u64 {
         let busy = self.steps.values().any(|s| s.entries.iter().any(|e| e.id.0 == rid));
         let away = self.known(rid) && self.requests[&rid.slot].away.is_some();
-        let own = self.streams.iter().filter(|(id, _)| id.0 == rid && !busy && !away);
+        let waits = |r: &Request| r.lease.as_ref().is_some_and(|lease| !lease.is_empty());
+        let waits = self.known(rid) && waits(&self.requests[&rid.slot]);
+        let own = self.streams.iter().filter(|(id, _)| id.0 == rid && !busy && !away && !waits);
         own.map(|(_, s)| s.pages.len() as u64).sum()
     }
 }

@@ -70,6 +70,8 @@ pub(super) struct Request {
     pub(super) prompt: Vec<u32>,
     /// Cached pages held for it until it takes them over.
     pub(super) lease: Option<Vec<u32>>,
+    /// Tokens of the last of them that are its own, where the page goes on differently; else 0.
+    pub(super) part: u32,
     /// Off the device: pages of each stream, as they were.
     pub(super) away: Option<Vec<(LabelId, Vec<Vec<f32>>)>>,
 }

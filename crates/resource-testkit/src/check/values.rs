@@ -2,8 +2,10 @@
 //!
 //! A token's keys and values follow from a digest of everything in its stream up to it, so that a
 //! wrong page, slot, layer or stale contents show in what is read, whatever the counts say. All
-//! values are whole numbers below 256, which f32, f16 and bf16 hold exactly.
+//! values are whole numbers below 256, which f32, f16 and bf16 hold exactly; of a cache of int8, whose rows
+//! have their scales behind them, a value is within half a step.
 
+use device::attention::SCALE_BYTES;
 use half::{bf16, f16};
 use resource_api::{DType, KvCache, KvCacheHandle, KvFacts, KvPlan, LabelId, TensorView, TypedRef};
 
@@ -145,6 +147,7 @@ impl Cells {
             return Err(format!("{whose} reads {} tokens, not {}", plan.len[row], want.len()));
         }
         let pages = plan.pages(row, self.facts.page_size);
+        let row_of = |token, layer, which| self::row(&self.facts, token, layer, which);
         for layer in 0..self.facts.num_layers {
             let view = self.kv.layer_view(layer).map_err(|e| told(&e))?;
             for (at, &token) in want.iter().enumerate() {
@@ -154,7 +157,8 @@ impl Cells {
                     let found = self.load(tensor, page, slot).ok_or_else(|| {
                         format!("layer {layer}: page {page} lies outside of the layer's view")
                     })?;
-                    if !self::row(&self.facts, token, layer, which).eq(found) {
+                    let want: Vec<f32> = row_of(token, layer, which).collect();
+                    if !self.is_row(&found, &want) {
                         let name = ["keys", "values"][which];
                         return Err(format!(
                             "{whose}: position {at} (page {page}, slot {slot}) of layer {layer} \
@@ -167,6 +171,19 @@ impl Cells {
         Ok(())
     }
 
+    /// Whether what was read of a token's row is what was written, as exactly as the cache keeps it.
+    fn is_row(&self, found: &[f32], want: &[f32]) -> bool {
+        if self.facts.dtype != DType::I8 {
+            return found == want;
+        }
+        let dim = self.facts.head_dim as usize;
+        found.len() == want.len()
+            && found.chunks(dim).zip(want.chunks(dim)).all(|(found, want)| {
+                let half = want.iter().fold(0.0, |most: f32, x| most.max(x.abs())) / 254.0 * 1.0001;
+                found.iter().zip(want).all(|(a, b)| (a - b).abs() <= half)
+            })
+    }
+
     /// One token's row, by the strides of the view.
     fn load(&self, tensor: &TensorView<'_>, page: u32, slot: usize) -> Option<Vec<f32>> {
         let strides = tensor.raw().strides;
@@ -177,6 +194,12 @@ impl Cells {
             let start = page as usize * stride(0)? + slot * stride(1)? + head * stride(2)?;
             match tensor.raw().dtype {
                 DType::F32 => all.extend(tensor.window::<f32>(start, dim)?),
+                DType::I8 => {
+                    let row = tensor.window::<i8>(start, dim + SCALE_BYTES)?;
+                    let (elements, scale) = row.split_last_chunk::<SCALE_BYTES>()?;
+                    let scale = f32::from_ne_bytes(scale.map(|byte| byte as u8));
+                    all.extend(elements.iter().map(|&x| f32::from(x) * scale));
+                }
                 DType::F16 => {
                     all.extend(tensor.window::<f16>(start, dim)?.iter().map(|x| x.to_f32()))
                 }

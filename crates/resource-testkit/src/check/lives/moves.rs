@@ -22,8 +22,7 @@ impl Worker {
 
     pub(super) fn probe(&mut self, slot: u32) -> Outcome {
         let rid = self.rid(slot);
-        let Some(request) = self.live.get(&slot).filter(|r| r.is_empty() && !r.away).cloned()
-        else {
+        let Some(request) = self.live.get(&slot).filter(|r| r.is_empty()).cloned() else {
             return Ok(());
         };
         let mut first = request.found;
@@ -31,6 +30,9 @@ impl Worker {
             self.rig.say(&format!("resolve_cached_prefix {rid}"));
             let found = self.resource().resolve_cached_prefix(rid, NODE, WALK);
             let found = found.map_err(fails("resolve_cached_prefix"))?.unwrap_or(0);
+            if request.away && found > 0 {
+                return Err(format!("it is off the device, and has {found} tokens to take over"));
+            }
             if first.is_some_and(|f| f != found && f > 0) {
                 return Err(format!("asked again, it has {found} tokens and not {first:?}"));
             }

@@ -138,7 +138,24 @@ pub fn sequence(random: &mut Random, count: usize) -> Vec<Life> {
             11 => push(LifeOp::Probe(slot)),
             12 => push(LifeOp::Apply(slot, random.below(5))),
             13 => push(LifeOp::Rewind(slot, 1 + random.below(LABELS - 1), random.below(8))),
-            14..=15 => push(LifeOp::Reset(slot, random.chance(50))),
+            14..=15 => {
+                let (free, leaves) = (random.chance(50), random.chance(50));
+                if !free && leaves {
+                    // Pages that nobody shares, so that they stay.
+                    let rows = vec![(slot, 1, 1 + random.below(4))];
+                    let (told, end) = (true, End::Commit);
+                    push(LifeOp::Step(Feed { rows, padding: Vec::new(), copy: None, told, end }));
+                }
+                push(LifeOp::Reset(slot, free));
+                if !free && leaves {
+                    // Without tokens they leave, are asked for meanwhile, and come back.
+                    push(LifeOp::Offload(slot));
+                    push(LifeOp::Probe(slot));
+                    push(LifeOp::Reload(slot));
+                    push(LifeOp::Probe(slot));
+                    push(LifeOp::Apply(slot, quarters));
+                }
+            }
             16..=17 => push(LifeOp::Remove(slot)),
             18..=19 => {
                 push(LifeOp::Offload(slot));
