@@ -38,23 +38,24 @@ class _Config(ctypes.Structure):
                    ("count", ctypes.c_uint)])
 
 
+_COOPERATIVE = 2
 _PROGRAMMATIC_STREAM_SERIALIZATION = 6
 
 
 class Module:
     """All kernels of a file. Arguments: tensors and None as addresses, else ctypes values."""
 
-    def __init__(self, file):
+    def __init__(self, file, **defines):
         torch.cuda.init()
         torch.zeros(1, device="cuda")
         major, minor = torch.cuda.get_device_capability()
         arch = f"sm_{major}{minor}a" if major >= 9 else "sm_80"
-        cubin, _ = compile_kernel(file, {}, arch)
+        cubin, _ = compile_kernel(file, defines, arch)
         self.module = ctypes.c_void_p()
         _check(_cuda.cuModuleLoadData(ctypes.byref(self.module), cubin), f"loading {file}")
         self.found = {}
 
-    def launch(self, name, grid, threads, *args, shared=0, overlap=False):
+    def launch(self, name, grid, threads, *args, shared=0, overlap=False, cooperative=False):
         if name not in self.found:
             function = ctypes.c_void_p()
             code = _cuda.cuModuleGetFunction(ctypes.byref(function), self.module, name.encode())
@@ -74,9 +75,9 @@ class Module:
         if shared:
             _check(_cuda.cuFuncSetAttribute(self.found[name], 8, shared), name)
         stream = torch.cuda.current_stream().cuda_stream
-        attribute = _Attribute(id=_PROGRAMMATIC_STREAM_SERIALIZATION)
+        attribute = _Attribute(id=_COOPERATIVE if cooperative else _PROGRAMMATIC_STREAM_SERIALIZATION)
         attribute.value[0] = 1
-        config = _Config(*grid, threads, 1, 1, shared, stream, ctypes.pointer(attribute), int(overlap))
+        config = _Config(*grid, threads, 1, 1, shared, stream, ctypes.pointer(attribute), int(overlap or cooperative))
         _check(_cuda.cuLaunchKernelEx(ctypes.byref(config), self.found[name], pointers, None), name)
 
 

@@ -9,8 +9,8 @@ use device::cuda::{
     Stream, part_of,
 };
 use resource_api::{
-    DType, Device, DeviceColumn, EngineResourceInfo, HostServicesHandle, KvPlan, ResourceError,
-    Result, StepContext, TensorView, TensorViewMut,
+    Attending, DType, Device, DeviceColumn, EngineResourceInfo, HostServicesHandle, KvPlan,
+    ResourceError, Result, StepContext, TensorView, TensorViewMut,
 };
 
 use crate::cache::Cache;
@@ -193,6 +193,31 @@ impl Cuda {
         };
         let kernels = self.kernels(q.raw().dtype)?;
         Ok(kernels.run(&stream, q, out, &pages.k, &pages.v, &rows, rule)?)
+    }
+
+    /// What [`Cuda::run`] computes, for who does it himself; `None` where sums must have the prefill kernel's order.
+    ///
+    /// # Errors
+    /// As for [`Cuda::run`].
+    pub(crate) fn describe(&self, work: &Work<'_>, layer: u32) -> Result<Option<Attending>> {
+        let Work { plan, group, kv, cache, scoring, .. } = *work;
+        if self.shape.batch_invariant {
+            return Ok(None);
+        }
+        let RowColumns { seat, span, len, token_start } = plan.device.part(group)?;
+        Ok(Some(Attending {
+            seat,
+            span,
+            len,
+            token_start,
+            table: kv.device.table,
+            table_stride: kv.table_stride,
+            keys: cache.layer(layer)?.k.raw().data as u64,
+            scale: scoring.scale,
+            softcap: scoring.softcap.unwrap_or(0.0),
+            window: scoring.window.map_or(0, |window| window.get()),
+            is_causal: plan.causal,
+        }))
     }
 
     /// The last token of each row of a group.

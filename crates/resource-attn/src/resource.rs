@@ -8,8 +8,8 @@ use crate::plan::AttentionPlan;
 use crate::planned::Planned;
 use crate::spec::{AttentionSettings, Scoring};
 use resource_api::{
-    Attention, AttentionHandle, AttentionStepOptions, Capability, EngineResourceInfo, HostServices,
-    HostServicesHandle, KvPlan, LabelId, NodeResourceSpec, Plan, PlanSlots, Resource,
+    Attending, Attention, AttentionHandle, AttentionStepOptions, Capability, EngineResourceInfo,
+    HostServices, HostServicesHandle, KvPlan, LabelId, NodeResourceSpec, Plan, PlanSlots, Resource,
     ResourceError, ResourceKey, ResourceKind, ResourceStep, Result, StepContext, TensorView,
     TensorViewMut,
 };
@@ -136,6 +136,16 @@ fn lay_out(plan: &mut AttentionPlan, kv: &KvPlan, causal: bool, shape: &Shape) {
     layout.finish(shape);
 }
 
+impl PagedAttention {
+    fn scoring_of(&self, layer: u32) -> Scoring {
+        let mut scoring = self.scoring;
+        if self.settings.full_layers.contains(&layer) {
+            scoring.window = None;
+        }
+        scoring
+    }
+}
+
 impl Attention for PagedAttention {
     fn run(
         &self,
@@ -147,10 +157,7 @@ impl Attention for PagedAttention {
     ) -> Result<()> {
         let plan: &AttentionPlan = ctx.plan_result(self.index)?;
         let group = plan.group(label, |l| self.host.label_name(l))?;
-        let mut scoring = self.scoring;
-        if self.settings.full_layers.contains(&layer) {
-            scoring.window = None;
-        }
+        let scoring = self.scoring_of(layer);
         let (kv, cache, scoring) = (self.cache.plan(ctx)?, &self.cache, &scoring);
         if let Some(cuda) = &self.cuda {
             let work = cuda::Work { ctx, plan, group, kv, cache, scoring };
@@ -196,5 +203,18 @@ impl Attention for PagedAttention {
             Some(cuda) => cuda.select_last(ctx, plan, group, hidden, out),
             None => cpu::select_last(plan.indptr(group), hidden, out),
         }
+    }
+
+    fn attending(
+        &self,
+        ctx: &StepContext<'_>,
+        layer: u32,
+        label: LabelId,
+    ) -> Result<Option<Attending>> {
+        let Some(cuda) = &self.cuda else { return Ok(None) };
+        let plan: &AttentionPlan = ctx.plan_result(self.index)?;
+        let group = plan.group(label, |l| self.host.label_name(l))?;
+        let (kv, cache, scoring) = (self.cache.plan(ctx)?, &self.cache, &self.scoring_of(layer));
+        cuda.describe(&cuda::Work { ctx, plan, group, kv, cache, scoring }, layer)
     }
 }

@@ -4,7 +4,7 @@
 
 use resource_api::{
     ErrorKind, HeadTurn, KvCache, KvGroup, KvLayer, KvPlan, LabelId, RequestId, ResourceError,
-    Result, StepContext, TensorView, TensorViewMut,
+    Result, StepContext, TensorView, TensorViewMut, WritePlaces,
 };
 
 use crate::resource::Kv;
@@ -128,6 +128,11 @@ impl KvCache for Kv {
     ) -> Result<bool> {
         let plan = ctx.plan_result::<KvPlan>(self.index)?;
         self.shared.memory.write_turned(ctx, layer, (plan, group(plan, label)?), (q, k, v), how)
+    }
+
+    fn write_places(&self, ctx: &StepContext<'_>, label: LabelId) -> Result<Option<WritePlaces>> {
+        let plan = ctx.plan_result::<KvPlan>(self.index)?;
+        self.shared.memory.write_places(plan, group(plan, label)?)
     }
 
     fn assert_pages_conserved(&self) -> Result<()> {

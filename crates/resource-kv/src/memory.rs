@@ -8,7 +8,7 @@ use std::ops::Range;
 
 use resource_api::{
     EngineResourceInfo, HeadTurn, HostServicesHandle, KvFacts, KvGroup, KvLayer, KvPlan, Result,
-    StepContext, TensorView, TensorViewMut,
+    StepContext, TensorView, TensorViewMut, WritePlaces,
 };
 
 use self::cuda::CudaMemory;
@@ -100,6 +100,21 @@ impl KvMemory {
         match self {
             Self::Host(_) => Ok(false),
             Self::Cuda(memory) => memory.write_turned(ctx, layer, (plan, group), (q, k, v), how),
+        }
+    }
+
+    /// Where a group is written; `None` in host memory.
+    ///
+    /// # Errors
+    /// `INTERNAL` for a plan that was not uploaded.
+    pub(crate) fn write_places(
+        &self,
+        plan: &KvPlan,
+        group: &KvGroup,
+    ) -> Result<Option<WritePlaces>> {
+        match self {
+            Self::Host(_) => Ok(None),
+            Self::Cuda(memory) => memory.write_places(plan, group).map(Some),
         }
     }
 

@@ -5,12 +5,12 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicU32;
 
 use resource_api::{
-    AdmitOutcome, Attention, AttentionHandle, CGSlotSpec, Capability, CrossAttention,
+    AdmitOutcome, Attending, Attention, AttentionHandle, CGSlotSpec, Capability, CrossAttention,
     CrossAttentionHandle, EngineResourceInfo, HeadTurn, KvCache, KvCacheHandle, KvLayer, LabelId,
     LogitsProcessor, LogitsProcessorHandle, NodeId, NodeResourceSpec, Offered, Plan, Positions,
     PositionsHandle, PrefixInputs, PrefixWalk, PublishedInfo, RequestId, RequestOverrides,
     Resource, ResourceKey, ResourceKind, ResourceStep, Result, Sampled, Sampler, SamplerHandle,
-    StepContext, StepId, TensorView, TensorViewMut, Turning, TypedRef, WalkId,
+    StepContext, StepId, TensorView, TensorViewMut, Turning, TypedRef, WalkId, WritePlaces,
 };
 use serde::Deserialize;
 
@@ -150,6 +150,7 @@ panicking!(KvCache {
         &HeadTurn
     ) -> Result<bool>;
     fn assert_pages_conserved() -> Result<()>;
+    fn write_places(&StepContext<'_>, LabelId) -> Result<Option<WritePlaces>>;
 });
 
 panicking!(Attention {
@@ -160,6 +161,7 @@ panicking!(Attention {
     fn select_last_hidden(
         &StepContext<'_>, LabelId, &TensorView<'_>, &mut TensorViewMut<'_>
     ) -> Result<()>;
+    fn attending(&StepContext<'_>, u32, LabelId) -> Result<Option<Attending>>;
 });
 
 panicking!(CrossAttention {

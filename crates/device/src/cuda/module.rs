@@ -131,7 +131,24 @@ impl Kernel {
     /// [`Error::Cuda`], [`Error::Tensor`] for a stream of another device.
     pub(crate) unsafe fn launch(&self, stream: &Stream, grid: Grid, args: &Args) -> Result<()> {
         // SAFETY: the caller's promise.
-        unsafe { self.launch_with(stream, grid, args, false) }
+        unsafe { self.launch_with(stream, grid, args, None) }
+    }
+
+    /// The same for a kernel whose blocks wait for each other: all of them run at once, or none.
+    ///
+    /// # Safety
+    /// As for [`Kernel::launch`].
+    ///
+    /// # Errors
+    /// As for [`Kernel::launch`]; [`Error::Cuda`] for more blocks than the device can run at once.
+    pub(crate) unsafe fn launch_together(
+        &self,
+        stream: &Stream,
+        grid: Grid,
+        args: &Args,
+    ) -> Result<()> {
+        // SAFETY: the caller's promise.
+        unsafe { self.launch_with(stream, grid, args, Some(cooperative())) }
     }
 
     /// The same for a kernel that says, as `kernels/overlap.cuh` has it, that it may begin before the one
@@ -151,17 +168,17 @@ impl Kernel {
     ) -> Result<()> {
         let is_able = self.module.context.facts().compute >= (9, 0);
         // SAFETY: the caller's promise.
-        unsafe { self.launch_with(stream, grid, args, is_able) }
+        unsafe { self.launch_with(stream, grid, args, is_able.then(programmatic_serialization)) }
     }
 
     /// # Safety
-    /// As for [`Kernel::launch`], or for [`Kernel::launch_early`] where `is_early`.
+    /// As for [`Kernel::launch`], or for [`Kernel::launch_early`] with that attribute.
     unsafe fn launch_with(
         &self,
         stream: &Stream,
         grid: Grid,
         args: &Args,
-        is_early: bool,
+        attribute: Option<sys::CUlaunchAttribute>,
     ) -> Result<()> {
         if !Arc::ptr_eq(stream.context(), &self.module.context) {
             let device = self.module.context.device();
@@ -174,7 +191,7 @@ impl Kernel {
         }
         self.module.context.bind()?;
         let mut pointers = args.pointers();
-        let mut early = programmatic_serialization();
+        let mut attributes = attribute;
         let config = sys::CUlaunchConfig {
             gridDimX: gx,
             gridDimY: gy,
@@ -184,8 +201,8 @@ impl Kernel {
             blockDimZ: bz,
             sharedMemBytes: grid.shared,
             hStream: stream.raw(),
-            attrs: &mut early,
-            numAttrs: u32::from(is_early),
+            attrs: attributes.as_mut().map_or(std::ptr::null_mut(), std::ptr::from_mut),
+            numAttrs: u32::from(attribute.is_some()),
         };
         // SAFETY: both handles are alive; `pointers` has one entry per argument, into `args`, which
         // outlives the call (it copies the arguments), as do the attributes. The rest is the caller's
@@ -203,6 +220,15 @@ fn programmatic_serialization() -> sys::CUlaunchAttribute {
         id: ID,
         pad: [0; 4],
         value: sys::CUlaunchAttributeValue { programmaticStreamSerializationAllowed: 1 },
+    }
+}
+
+fn cooperative() -> sys::CUlaunchAttribute {
+    use sys::CUlaunchAttributeID_enum::CU_LAUNCH_ATTRIBUTE_COOPERATIVE as ID;
+    sys::CUlaunchAttribute {
+        id: ID,
+        pad: [0; 4],
+        value: sys::CUlaunchAttributeValue { cooperative: 1 },
     }
 }
 

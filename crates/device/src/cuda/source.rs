@@ -29,6 +29,9 @@ pub(super) const HEADERS: &[(&str, &str)] = sources![
     "sample.cuh",
     "sample_entries.cuh",
     "sample_pick.cuh",
+    "step_attention.cuh",
+    "step_products.cuh",
+    "step_words.cuh",
     "types.cuh",
 ];
 
@@ -37,6 +40,7 @@ const SOURCES: &[(&str, &str)] = sources![
     "attention_decode.cu",
     "attention_exact.cu",
     "attention_prefill.cu",
+    "decode_step.cu",
     "elementwise.cu",
     "fill.cu",
     "gemv.cu",
@@ -51,6 +55,7 @@ const SOURCES: &[(&str, &str)] = sources![
 /// compiled at first use.
 pub fn named_instances() -> Vec<Instance> {
     let mut named = super::attention::named_instances();
+    named.extend(super::decode_step::named_instances());
     named.extend(super::ops::named_instances());
     named.extend(["fill.cu", "gemv.cu", "kv.cu", "rope.cu", "sample.cu"].map(Instance::of));
     named

@@ -60,6 +60,7 @@ fn every_method_of_a_cache_may_panic() {
             })
         }),
         ("assert_pages_conserved", |c| failed(c.assert_pages_conserved())),
+        ("write_places", |c| in_step(|_, ctx| failed(c.write_places(ctx, MAIN)))),
     ];
     check("KvCache", offered, calls);
 }
@@ -76,6 +77,7 @@ fn every_method_of_attention_may_panic() {
                 in_step(|_, ctx| failed(a.select_last_hidden(ctx, MAIN, &hidden.view(), out)))
             })
         }),
+        ("attending", |a| in_step(|_, ctx| failed(a.attending(ctx, 0, MAIN)))),
     ];
     check("Attention", offered, calls);
     let calls: Calls<CrossAttentionHandle> = vec![("run", |a| {

@@ -6,10 +6,11 @@
 //!
 //! All work goes on the step's stream and nothing waits, until the sampler has its answer.
 
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use device::Parallel;
-use device::cuda::{Context, DeviceBuffer, Graph, Stream};
+use device::cuda::{Context, DecodeStep, DeviceBuffer, Graph, Stream};
 use resource_api::{
     AttentionHandle, AttentionResource, Bound, BucketKey, EngineLimits, ErrorKind, Interface,
     KvCache, KvCacheHandle, Positions, RequestId, ResourceError, Result, Sampler, StepContext,
@@ -26,6 +27,7 @@ mod buffers;
 mod layer;
 mod load;
 mod tools;
+mod whole;
 
 use buffers::Buffers;
 use layer::{Layer, Weight};
@@ -41,6 +43,9 @@ pub struct CudaDecoder {
     /// `None` where the embedding is the output matrix too.
     head: Option<Weight>,
     tools: Tools,
+    /// Steps of a few rows in one kernel, where there is one.
+    whole: Option<DecodeStep>,
+    whole_steps: AtomicU64,
     limits: EngineLimits,
     has_graphs: bool,
     handles: Slot,
@@ -66,6 +71,11 @@ impl CudaDecoder {
     pub fn with_batch_invariance(mut self, on: bool) -> Self {
         self.tools.set_batch_invariant(on);
         self
+    }
+
+    /// Steps that were given to the device as one kernel so far, without replays.
+    pub fn whole_steps(&self) -> u64 {
+        self.whole_steps.load(Relaxed)
     }
 
     /// Bytes that the weights take on the device.
@@ -225,7 +235,10 @@ impl Pass<'_> {
         let samples_first_rows = buffers.samples_first_rows();
         let recorded = key.filter(|_| samples_first_rows).and_then(|k| buffers.graphs.get_mut(&k));
         match recorded {
-            Some(graph) => Ok(graph.replay(self.stream)?),
+            Some(graph) => {
+                self.begin_whole()?;
+                Ok(graph.replay(self.stream)?)
+            }
             None => self.compute(tokens, buffers),
         }
     }
@@ -244,15 +257,21 @@ impl Pass<'_> {
     /// Records a step of one token per row, all of them sampled.
     fn capture(&self, key: (BucketKey, u32), tokens: usize, buffers: &mut Buffers) -> Result<()> {
         // Once for real: libraries load and choose kernels at the first call, which a capture refuses.
-        self.run_layers(tokens, Keep::All, buffers)?;
-        self.compute_logits(Keep::All, tokens, buffers)?;
+        self.begin_whole()?;
+        self.compute_all(tokens, buffers)?;
         self.stream.synchronize()?;
-        let graph = Graph::capture(self.stream, || {
-            self.run_layers(tokens, Keep::All, buffers)?;
-            self.compute_logits(Keep::All, tokens, buffers)
-        })?;
+        let graph = Graph::capture(self.stream, || self.compute_all(tokens, buffers))?;
         buffers.graphs.insert(key, graph);
         Ok(())
+    }
+
+    /// From token ids to logits, of a step of one token per row, all of them sampled.
+    fn compute_all(&self, tokens: usize, buffers: &mut Buffers) -> Result<()> {
+        if self.compute_whole(tokens, buffers)? {
+            return Ok(());
+        }
+        self.run_layers(tokens, Keep::All, buffers)?;
+        self.compute_logits(Keep::All, tokens, buffers)
     }
 
     /// From token ids to the logits of the sampled rows.
@@ -260,7 +279,10 @@ impl Pass<'_> {
         let samples = buffers.layout.kept_rows.len();
         let keep = match samples {
             0 => Keep::None,
-            _ if samples == tokens => Keep::All,
+            _ if samples == tokens => {
+                self.begin_whole()?;
+                return self.compute_all(tokens, buffers);
+            }
             _ => Keep::Sampled,
         };
         self.run_layers(tokens, keep, buffers)?;

@@ -424,6 +424,36 @@ fn a_captured_step_gives_the_bits_of_an_eager_one_of_its_size() {
     }
 }
 
+/// One kernel computes a step where resources say what they would do, and nothing is lost where they do not.
+#[test]
+#[ignore = "needs a GPU"]
+fn a_step_of_few_rows_is_one_kernel_where_resources_describe_themselves() {
+    let model = rounded(Architecture::Qwen3, 64, 5);
+    let texts: Vec<_> = (0..4).map(|slot| tokens(7, slot)).collect();
+    let part = |slot: u32, range: std::ops::Range<usize>| {
+        Part::sampled(slot, &texts[slot as usize][range])
+    };
+    let kinds = [(On::Kinds(DType::BF16), true), (On::Kinds(DType::F32), false)];
+    for (on, is_whole) in kinds.into_iter().chain([(On::Bridge, false), (On::Invariant, false)]) {
+        let mut rig = Rig::new(&model, on);
+        let engine = &mut rig.engine;
+        (0..4).for_each(|slot| engine.ingest(slot, &texts[slot as usize]));
+        let prompts: Vec<_> = (0..4).map(|slot| part(slot, 0..3)).collect();
+        engine.step(&prompts).expect("the step runs");
+        assert_eq!(engine.node.whole_steps(), 0, "{on:?}: a prompt");
+        for (at, rows) in [(3, 4), (4, 1), (5, 1)] {
+            let step: Vec<_> = (0..rows).map(|slot| part(slot, at..at + 1)).collect();
+            let got = engine.step(&step).expect("the step runs");
+            for (row, text) in got.iter().zip(&texts) {
+                let want = &reference::logits(&model, &text[..=at])[at];
+                let error = relative_error(&row.logits, want);
+                assert!(error < WORST, "{on:?}, {rows} rows: {error}");
+            }
+        }
+        assert_eq!(engine.node.whole_steps(), if is_whole { 3 } else { 0 }, "{on:?}");
+    }
+}
+
 #[test]
 #[ignore = "needs a GPU"]
 fn log_probabilities_come_from_a_device_too() {

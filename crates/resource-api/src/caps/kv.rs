@@ -244,6 +244,17 @@ pub struct HeadTurn {
     pub eps: f32,
 }
 
+/// Where a step writes the tokens of a group, in device memory.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, StableAbi)]
+pub struct WritePlaces {
+    /// Page of each token.
+    pub page: DeviceColumn<u32>,
+    /// Its slot in that page.
+    pub slot: DeviceColumn<u32>,
+}
+crate::cross_value!(WritePlaces);
+
 /// The cache as models and other resources call it. Calls with a `ctx` belong to that step's forward;
 /// they and the questions about streams and pages take no lock of the step methods. What changes a
 /// stream outside of a step (`protect_prefix`, `release_oldest`, `correct_len`) may take it: it belongs
@@ -326,6 +337,15 @@ pub trait KvCache: Send + Sync {
     /// wrongly. Slow; for tests and tools.
     fn assert_pages_conserved(&self) -> Result<()> {
         Ok(())
+    }
+
+    /// Where [`write_kv`](Self::write_kv) would write the label's group, for a model whose kernel writes the rows of
+    /// every layer there itself, as [`layer_view`](Self::layer_view) has them: rounded to the cache's type, and
+    /// nothing where a page or slot is not there. The columns stay where they are for as long as the step's slot is
+    /// used. `None` where writing is more than that.
+    fn write_places(&self, ctx: &StepContext<'_>, label: LabelId) -> Result<Option<WritePlaces>> {
+        let _ = (ctx, label);
+        Ok(None)
     }
 }
 

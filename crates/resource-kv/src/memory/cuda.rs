@@ -7,7 +7,7 @@ use device::Budget;
 use device::cuda::{Columns, Context, KvPool, PageTable, PinnedBuffer, Places, Stream, part_of};
 use resource_api::{
     Device, EngineResourceInfo, HeadTurn, HostServicesHandle, KvDevicePlan, KvFacts, KvGroup,
-    KvLayer, KvPlan, ResourceError, Result, StepContext, TensorView, TensorViewMut,
+    KvLayer, KvPlan, ResourceError, Result, StepContext, TensorView, TensorViewMut, WritePlaces,
 };
 
 use super::page_moves::PageMoves;
@@ -147,6 +147,11 @@ impl CudaMemory {
     ) -> Result<bool> {
         let stream = Stream::of_step(&self.context, ctx)?;
         Ok(self.pool.write_turned(&stream, layer, places(plan, group)?, q, k, v, how)?)
+    }
+
+    pub(super) fn write_places(&self, plan: &KvPlan, group: &KvGroup) -> Result<WritePlaces> {
+        let Places { page, slot } = places(plan, group)?;
+        Ok(WritePlaces { page, slot })
     }
 
     pub(super) fn read(

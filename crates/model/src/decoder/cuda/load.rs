@@ -14,6 +14,7 @@ use super::CudaDecoder;
 use super::buffers::Buffers;
 use super::layer::{Layer, Weight};
 use super::tools::Tools;
+use super::whole;
 use crate::config::ModelConfig;
 use crate::error::{Error, Result};
 use crate::weights::{EMBED, LM_HEAD, Tensor, Weights};
@@ -108,7 +109,7 @@ impl<'a> Loader<'a> {
         let c = config;
         check(c).map_err(|e| Error::config(format!("on a CUDA device, {e}")))?;
         let embed = self.weight(&[(EMBED, c.vocab)], c.hidden)?;
-        let layers = (0..c.layers).map(|n| self.layer(c, n)).collect::<Result<_>>()?;
+        let layers = (0..c.layers).map(|n| self.layer(c, n)).collect::<Result<Vec<_>>>()?;
         let norm = self.vector(&["norm.weight"], c.hidden)?;
         let head = match is_tied {
             true => None,
@@ -117,6 +118,8 @@ impl<'a> Loader<'a> {
         self.stream.synchronize().map_err(of_device)?;
         let context = self.context;
         let tools = Tools::new(context).map_err(of_device)?;
+        let weights = whole::weights(&layers, &embed, &norm, head.as_ref());
+        let whole = whole::load(c, context, &weights).map_err(of_device)?;
         let buffers = Buffers::new(context, c, limits).map_err(|e| {
             let message = format!("buffers for steps of {} tokens: {e}", limits.max_batch_tokens);
             Error::weights(format!("{message}; lower max_batch_tokens or max_batch"))
@@ -129,6 +132,8 @@ impl<'a> Loader<'a> {
             norm,
             head,
             tools,
+            whole,
+            whole_steps: Default::default(),
             limits: *limits,
             has_graphs: false,
             handles: Default::default(),

@@ -48,6 +48,10 @@ impl Tools {
         self.is_batch_invariant = on;
     }
 
+    pub(super) fn is_batch_invariant(&self) -> bool {
+        self.is_batch_invariant
+    }
+
     /// The kernels for so many rows of `inputs`, where they are few.
     fn few(&self, rows: usize, inputs: usize) -> Option<&Gemv> {
         (!self.is_batch_invariant && self.few.takes(rows, inputs)).then_some(&self.few)
