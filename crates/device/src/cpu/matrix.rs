@@ -96,7 +96,7 @@ impl Matrix {
         product("a weight matrix", padded, 16)?;
 
         let panel_bytes = with_format!(block_type, F => F::panel_bytes(inputs));
-        let mut panels = AlignedBuffer::zeroed(panel_bytes * outputs.div_ceil(LANES), true)?;
+        let mut panels = AlignedBuffer::together(panel_bytes * outputs.div_ceil(LANES))?;
         if panel_bytes > 0 {
             for_each_chunk_mut(parallel, &mut panels, panel_bytes, |panel, to| {
                 let first = panel * LANES;
