@@ -163,6 +163,12 @@ if "decode" in args.parts:
                 torch.cuda.empty_cache()
         print(line, flush=True)
 
+def read_rate(size):
+    """GB/s of a torch sum over so many bytes that no cache holds: the limit of a shape that reads as many."""
+    flats = [torch.ones(size // 4, device="cuda") for _ in range(max(2, -(-(512 << 20) // size)))]
+    return size / median_graph([lambda flat=flat: flat.sum() for flat in flats], 7) / 1e3
+
+
 if "other" in args.parts:
     uneven = [32768] + [512] * 63
     for name, more in {
@@ -200,6 +206,8 @@ if "other" in args.parts:
             for text in bench_step(step, defines, bytes_read, args.other, same=False):
                 print(f"{name}: {text} GB/s", flush=True)
             step = None
+            torch.cuda.empty_cache()
+            print(f"{name}: a sum of as many bytes reads {read_rate(bytes_read):.0f} GB/s", flush=True)
             gc.collect()
             torch.cuda.empty_cache()
         except Exception as error:
