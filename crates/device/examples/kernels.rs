@@ -71,8 +71,11 @@ fn run(embed: Option<PathBuf>, archs: &[Arch]) -> device::Result<usize> {
 
 /// Kernels that may spill, and how many bytes: what they lose by it was measured, or is too little to
 /// measure.
-const MAY_SPILL: [(&str, Arch, u32); 2] =
-    [("attention_prefill", Arch::SM_90A, 12), ("attention_prefill", Arch::SM_100A, 48)];
+const MAY_SPILL: [(&str, Arch, u32); 3] = [
+    ("attention_prefill", Arch::SM_90A, 12),
+    ("attention_prefill", Arch::SM_100A, 48),
+    ("decode_step_8", Arch::SM_90A, 12),
+];
 
 fn compile(instance: &Instance, arch: Arch, spilling: &mut usize) -> device::Result<Vec<u8>> {
     let (cubin, kernels) = compile_and_report(instance, arch)?;

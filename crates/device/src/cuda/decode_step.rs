@@ -172,7 +172,7 @@ impl DecodeStep {
         let blocks = context.facts().multiprocessors.min(shape.ffn / 8);
         let room = context.facts().shared_per_block.saturating_sub(STATIC_SHARED);
         let stages = stages_of(&shape, blocks, room);
-        if !shape.has_kernel() || context.facts().compute < (9, 0) || stages[1] == 0 {
+        if !shape.has_kernel() || context.facts().compute != (9, 0) || stages[1] == 0 {
             return Ok(None);
         }
         check_weights(&shape, weights)?;
