@@ -96,15 +96,6 @@ impl StreamLabels {
     pub fn width(&self) -> usize {
         self.prefill.len().max(self.decode.len())
     }
-
-    /// The tokens of each stream, where so many come with the prompt and so many are generated.
-    pub fn tokens(&self, prompt: u32, generated: u32) -> impl Iterator<Item = u32> {
-        let only_later = self.decode.iter().filter(|label| !self.prefill.contains(label));
-        let of_prompt = self.prefill.iter().map(move |label| {
-            prompt.saturating_add(if self.decode.contains(label) { generated } else { 0 })
-        });
-        of_prompt.chain(only_later.map(move |_| generated))
-    }
 }
 
 #[cfg(test)]
@@ -131,10 +122,9 @@ mod tests {
         assert_eq!(found.prefill, [LabelId(1)]);
         assert_eq!(found.decode, [LabelId(2), LabelId::MAIN]);
         assert_eq!(found.width(), 2);
-        assert_eq!(found.tokens(10, 3).collect::<Vec<_>>(), [10, 3, 3]);
         let both = labels(r#"{"needed": ["a", "main"]}"#);
         let both = resolve(&both, "decoder", 8, &names).unwrap().unwrap();
-        assert_eq!(both.tokens(10, 3).collect::<Vec<_>>(), [13, 13]);
+        assert_eq!((both.prefill, both.decode.len()), (vec![LabelId(3), LabelId::MAIN], 2));
         assert_eq!(resolve(&labels("{}"), "decoder", 8, &names).unwrap(), None);
         assert_eq!(
             resolve(&labels(r#"{"needed": ["main"]}"#), "decoder", 8, &names).unwrap(),

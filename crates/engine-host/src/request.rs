@@ -140,10 +140,21 @@ impl Tracked {
 
     /// Where a prompt and what follows it go to different streams, a step ends with the prompt.
     fn pending_from(&self, computed: usize) -> usize {
-        let parts = self.labels.as_ref().is_some_and(|l| l.prefill != l.decode);
-        let end =
-            if parts && computed < self.prompt_len { self.prompt_len } else { self.tokens.len() };
+        let ends = self.is_parted() && computed < self.prompt_len;
+        let end = if ends { self.prompt_len } else { self.tokens.len() };
         end - computed
+    }
+
+    /// Whether a prompt and what follows it go to different streams.
+    fn is_parted(&self) -> bool {
+        self.labels.as_ref().is_some_and(|l| l.prefill != l.decode)
+    }
+
+    /// Leading tokens that caches may have already: all but one that is left to compute, and where it is
+    /// parted none that only some of its streams hold.
+    pub fn most_to_skip(&self) -> usize {
+        let all = self.tokens.len() - 1;
+        if self.is_parted() { all.min(self.prompt_len) } else { all }
     }
 
     /// Labels of the streams that take the token at this place.

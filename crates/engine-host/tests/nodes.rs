@@ -57,6 +57,54 @@ fn one_input_under_two_labels_is_kept_and_read_under_both() {
 }
 
 #[test]
+fn every_label_of_a_prompt_begins_with_what_is_cached() {
+    let both = json!({"needed": ["main", "uncond"]});
+    let parted = json!({"per_node_walk": {"decoder": {"prefill": ["main", "uncond"]}}});
+    let apart = json!({"per_node_walk": {"decoder": {"prefill": ["p", "q"], "decode": ["d"]}}});
+    let alone = json!({"per_node": {"decoder": ["uncond"]}});
+    for (labels, of_prompt) in [
+        (both, &["main", "uncond"][..]),
+        (parted, &["main", "uncond"]),
+        (apart, &["p", "q"]),
+        (alone, &["uncond"]),
+    ] {
+        for (preplan, run_ahead, pages) in
+            [(true, false, 64), (false, false, 64), (true, true, 64), (true, false, 17)]
+        {
+            let what = format!("{labels}, preplan {preplan}, ahead {run_ahead}, {pages} pages");
+            let setup = Setup { preplan, run_ahead, pages, ..Setup::default() };
+            let requests = |turn: u32| {
+                // The second of a turn parts from the first within a page, the third is of another prompt.
+                let prompts =
+                    [text(1, 13 + turn), [&text(1, 10)[..], &text(5, 4)].concat(), text(7, 9)];
+                prompts.map(|prompt| labelled(&prompt, 6, labels.clone())).to_vec()
+            };
+            let mut cold = Setup { prefix_cache: false, ..setup.clone() }.build();
+            let mut warm = setup.build();
+            for turn in 0..3 {
+                let (want, got) = (run(&mut cold, requests(turn)), run(&mut warm, requests(turn)));
+                for (want, got) in want.iter().zip(&got) {
+                    assert_eq!(got.failure, None, "{what}");
+                    assert_eq!(got.tokens, want.tokens, "{what}, turn {turn}");
+                }
+                if turn > 0 && pages == 64 {
+                    // Whole pages of 4, with a token left to compute; and where it parts.
+                    let cached = got.iter().map(Outcome::cached).collect::<Vec<_>>();
+                    assert_eq!(cached, [12, 12, 8], "{what}, turn {turn}");
+                }
+            }
+            let hits = |label: &str| told(&warm, &format!("prefix.labels.{label}.hits"));
+            let all = told(&warm, "prefix.hits");
+            assert!(all >= if pages == 64 { 7 } else { 1 }, "{what}: {all} hits");
+            for label in of_prompt {
+                assert!(hits(label) >= all, "{what}: {label} has {} of {all} hits", hits(label));
+            }
+            assert_eq!(told(&warm, "pages.used"), 0, "{what}");
+        }
+    }
+}
+
+#[test]
 fn a_request_whose_streams_can_never_fit_together_is_refused_at_submission() {
     let setup = Setup { pages: 10, ..Setup::default() };
     let mut engine = setup.build();
@@ -144,7 +192,7 @@ fn the_walk_is_asked_for_labels_before_the_node_and_that_before_the_request() {
 }
 
 #[test]
-fn a_request_under_another_label_takes_nothing_from_what_main_has_cached() {
+fn a_request_under_other_labels_begins_with_what_main_has_cached() {
     let mut engine = Setup::default().build();
     let prompt = text(3, 17);
     assert_eq!(run(&mut engine, vec![greedy(&prompt, 4)])[0].cached(), 0);
@@ -153,7 +201,7 @@ fn a_request_under_another_label_takes_nothing_from_what_main_has_cached() {
         let count = labels.as_array().unwrap().len();
         let request = labelled(&prompt, 4, json!({ "needed": labels }));
         let got: Outcome = run(&mut engine, vec![request]).remove(0);
-        assert_eq!(got.tokens, expected(&prompt, 4, count));
+        assert_eq!((got.cached(), &got.tokens), (16, &expected(&prompt, 4, count)));
     }
 }
 

@@ -134,9 +134,9 @@ pub trait Resource: Send + Sync {
         Ok(AdmitOutcome::OK)
     }
 
-    /// How many leading tokens of the request it already holds. `None` leaves the length to other
-    /// resources; 0 means that nothing can be skipped. Repeated calls give the same answer and
-    /// take one reference.
+    /// How many leading tokens of the request it already holds, under each of the labels that its
+    /// prompt goes to. `None` leaves the length to other resources; 0 means that nothing can be skipped.
+    /// Repeated calls give the same answer and take one reference.
     fn resolve_cached_prefix(
         &self,
         _rid: RequestId,
@@ -146,7 +146,8 @@ pub trait Resource: Send + Sync {
         Ok(None)
     }
 
-    /// Takes on the length that every resource agreed to skip. The inputs are untrimmed.
+    /// Takes on the length that every resource agreed to skip, for each stream that the inputs name.
+    /// The inputs are untrimmed.
     fn apply_cached_prefix(
         &self,
         _rid: RequestId,

@@ -3,8 +3,8 @@
 use crate::abi::cross::Cross;
 use crate::abi::object::Object;
 use crate::{
-    Capability, DType, Device, ErrorKind, HostServicesHandle, ResourceError, ResourceKey, Result,
-    Typed, TypedRef,
+    Capability, DType, Device, ErrorKind, HostServicesHandle, LabelId, ResourceError, ResourceKey,
+    Result, Typed, TypedRef,
 };
 use abi_stable::StableAbi;
 use abi_stable::std_types::{RString, RVec};
@@ -312,18 +312,35 @@ pub struct PrefixInputs<'a> {
     size: u32,
     token_ids: *const u32,
     len: usize,
+    labels: *const LabelId,
+    num_labels: usize,
     borrow: std::marker::PhantomData<&'a ()>,
 }
 
+const MAIN_ALONE: &[LabelId] = &[LabelId::MAIN];
+
 impl<'a> PrefixInputs<'a> {
-    /// Inputs that are token ids.
+    /// Inputs that are token ids, of the stream `main` alone.
     pub fn new(token_ids: &'a [u32]) -> Self {
         Self {
             size: std::mem::size_of::<Self>() as u32,
             token_ids: token_ids.as_ptr(),
             len: token_ids.len(),
+            labels: MAIN_ALONE.as_ptr(),
+            num_labels: MAIN_ALONE.len(),
             borrow: std::marker::PhantomData,
         }
+    }
+
+    /// The same inputs, of each of these streams.
+    pub fn with_labels(self, labels: &'a [LabelId]) -> Self {
+        Self { labels: labels.as_ptr(), num_labels: labels.len(), ..self }
+    }
+
+    /// The streams that begin with the skipped tokens, each with all of them.
+    pub fn labels(&self) -> &'a [LabelId] {
+        // SAFETY: from a slice in `with_labels`, or from a constant in `new`.
+        unsafe { std::slice::from_raw_parts(self.labels, self.num_labels) }
     }
 
     /// All ids, the skipped ones included.

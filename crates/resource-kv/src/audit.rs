@@ -50,6 +50,11 @@ impl State {
                 "lookups": self.prefix_use.lookups,
                 "hits": self.prefix_use.hits,
                 "hit_tokens": self.prefix_use.hit_tokens,
+                "labels": self.label_use.iter().map(|&(label, of)| (label_name(label), json!({
+                    "lookups": of.lookups,
+                    "hits": of.hits,
+                    "hit_tokens": of.hit_tokens,
+                }))).collect::<serde_json::Map<_, _>>(),
                 "evictions": self.pool.evictions(),
                 "pages": self.pool.indexed(),
                 "smallest": facts.page_size,

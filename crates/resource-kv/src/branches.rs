@@ -10,18 +10,19 @@
 use std::ops::Range;
 
 use device::Table;
-use resource_api::{RequestId, Result};
+use resource_api::Result;
 
 use crate::chain::Chain;
 use crate::keys::{Key, Link, link, short};
 use crate::state::{Shared, State};
+use crate::stream::StreamId;
 use crate::tiers::Tiers;
 
 /// Fewest and most places, of which there are otherwise two a page of the pool. Pages of tiers have theirs
 /// among them, too; in larger pools those noted last are found.
 const PLACES: (u32, u32) = (1 << 10, 1 << 16);
 
-/// Places for requests whose prompt ends within a page.
+/// Places for streams whose prompt ends within a page.
 const ENDS: usize = 1 << 10;
 
 /// Stands after the tokens of a page that is not whole.
@@ -32,8 +33,8 @@ const END: u32 = u32::MAX;
 pub(crate) struct Branches {
     pages: Table<u32>,
     page_size: usize,
-    /// Requests whose prompt ends within a page, which no key leads to.
-    ends: Vec<Option<RequestId>>,
+    /// Streams whose prompt ends within a page, which no key leads to.
+    ends: Vec<Option<StreamId>>,
 }
 
 /// Which of so many places.
@@ -91,16 +92,16 @@ impl Branches {
         Some(&place[..len]).filter(|page| page.first() == Some(&first))
     }
 
-    /// Notes that the request's prompt ends in a page after `parent`, which begins with `first`.
-    fn note_end(&mut self, parent: &Link, first: u32, request: RequestId) {
+    /// Notes that the stream's prompt ends in a page after `parent`, which begins with `first`.
+    fn note_end(&mut self, parent: &Link, first: u32, id: StreamId) {
         let at = place(parent, first, self.ends.len());
         if let Some(place) = self.ends.get_mut(at) {
-            *place = Some(request);
+            *place = Some(id);
         }
     }
 
-    /// A request whose prompt may end in a page after `parent`, which begins with `first`.
-    fn end_after(&self, parent: &Link, first: u32) -> Option<RequestId> {
+    /// A stream whose prompt may end in a page after `parent`, which begins with `first`.
+    fn end_after(&self, parent: &Link, first: u32) -> Option<StreamId> {
         *self.ends.get(place(parent, first, self.ends.len()))?
     }
 }
@@ -129,20 +130,20 @@ impl State {
         }
     }
 
-    /// Adds a page of the request's own to its lease that begins like the page after those found, where
+    /// Adds a page of the stream's own to its lease that begins like the page after those found, where
     /// another request had such a page. Says how many tokens it holds.
     pub(crate) fn lease_part(
         &mut self,
         shared: &Shared,
-        request: RequestId,
+        id: StreamId,
         lease: &mut Vec<u32>,
     ) -> u32 {
-        let found = self.find_similar(shared, request, lease.len());
+        let found = self.find_similar(shared, id, lease.len());
         // Those who come later find this one, which ends no sooner than those before it.
         if let Some((parent, first)) =
-            self.requests.chain_mut(request).and_then(|chain| chain.end_of_prompt())
+            self.requests.chain_of(id).and_then(|chain| chain.end_of_prompt())
         {
-            self.branches.note_end(parent, first, request);
+            self.branches.note_end(parent, first, id);
         }
         let Some((similar, part)) = found else { return 0 };
         match self.copy_of(shared, similar) {
@@ -154,15 +155,15 @@ impl State {
         }
     }
 
-    /// Looks for the page that has most in common with what comes after so many pages of the request.
+    /// Looks for the page that has most in common with what comes after so many pages of the stream.
     fn find_similar(
         &mut self,
         shared: &Shared,
-        request: RequestId,
+        id: StreamId,
         pages: usize,
     ) -> Option<(Similar, usize)> {
         let size = shared.facts.page_size as usize;
-        let (parent, own) = self.requests.chain_mut(request)?.after(pages as u32)?;
+        let (parent, own) = self.requests.chain_of(id)?.after(pages as u32)?;
         let (parent, own) = (*parent, own[..own.len().min(size + 1)].to_vec());
         let first = *own.first()?;
         let is_there = |key| self.pool.find(key).is_some() || self.tiers.find(key).is_some();
@@ -171,20 +172,21 @@ impl State {
             let key = Some(short(&link(&parent, page))).filter(|&key| is_there(key))?;
             Some((Similar::Kept(key), part))
         });
-        let other = self.branches.end_after(&parent, first).filter(|&other| other != request);
+        let other =
+            self.branches.end_after(&parent, first).filter(|other| other.request != id.request);
         let held = other.and_then(|other| self.find_in(other, &parent, pages, &own));
         kept.into_iter().chain(held).max_by_key(|(_, part)| *part)
     }
 
-    /// What the page of a request after the first `pages` has in common with `own`.
+    /// What the page of a stream after the first `pages` has in common with `own`.
     fn find_in(
         &mut self,
-        other: RequestId,
+        other: StreamId,
         parent: &Link,
         pages: usize,
         own: &[u32],
     ) -> Option<(Similar, usize)> {
-        let (stream, chain) = self.requests.main_and_chain(other)?;
+        let (stream, chain) = self.requests.get_with_chain(other)?;
         let page = *stream.pages.get(pages).filter(|_| chain.holds && stream.rewriters == 0)?;
         let start = pages as u32 * self.page_size;
         let held = stream.len.checked_sub(start)?.min(self.page_size) as usize;
@@ -193,20 +195,21 @@ impl State {
         (link == parent && part > 0).then_some((Similar::Held(page), part))
     }
 
-    /// Notes the pages that a request has generated, before it gives its pages up.
-    pub(crate) fn note_generated(&mut self, request: RequestId) {
+    /// Notes the pages that a stream has of what was generated, before it gives its pages up.
+    pub(crate) fn note_generated(&mut self, id: StreamId) {
         let State { requests, branches, tiers, .. } = self;
-        let Some(chain) = requests.chain_mut(request) else { return };
+        let Some(chain) = requests.chain_of(id) else { return };
         branches.note_pages(tiers, chain, chain.prompt_pages()..chain.indexed);
     }
 
-    /// Sees to it that the page in which the prompt ends is kept, if it is not whole, of a request that gives
+    /// Sees to it that the page in which the prompt ends is kept, if it is not whole, of a stream that gives
     /// its pages up.
-    pub(crate) fn keep_end(&mut self, request: RequestId) {
-        let Some((stream, chain)) = self.requests.main_and_chain(request) else { return };
+    pub(crate) fn keep_end(&mut self, id: StreamId) {
+        let Some((stream, chain)) = self.requests.get_with_chain(id) else { return };
         let whole = stream.len.checked_div(self.page_size).unwrap_or(0);
         let held = (stream.len - whole * self.page_size) as usize;
-        let is_end = chain.holds && held > 0 && chain.prompt_pages() == whole;
+        let ends = chain.takes_prompt() && chain.prompt_pages() == whole;
+        let is_end = chain.holds && held > 0 && ends;
         let Some(&page) = stream.pages.get(whole as usize).filter(|_| is_end) else { return };
         // Links of the prompt's pages are there from the beginning.
         let Some((parent, tokens)) = chain.after(whole) else { return };

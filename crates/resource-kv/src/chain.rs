@@ -1,9 +1,10 @@
-//! What is known of the tokens of a request's `main` stream, and the keys of their pages.
+//! What is known of the tokens of a stream, and the keys of their pages.
 
 use device::hash::keyed_hashes;
 use device::prefetch;
 use resource_api::{RequestId, RequestOverrides};
 
+use crate::declared::Goes;
 use crate::keys::{BLOCK, Key, Link, link, short};
 use crate::overrides::RequestSettings;
 use crate::pool::PagePool;
@@ -11,8 +12,8 @@ use crate::state::Shared;
 use crate::stream::Requests;
 use crate::tokens::Tokens;
 
-/// The tokens of a request: its prompt, then what it generated. They stay through a reset, since the
-/// request stays what it is.
+/// The tokens that go to a stream: those of the request's prompt, then what it generated, or only the
+/// ones or the others. They stay through a reset, since the request stays what it is.
 #[derive(Debug, Default)]
 #[repr(C, align(64))]
 pub(crate) struct Chain {
@@ -35,15 +36,19 @@ pub(crate) struct Chain {
     pub(crate) holds: bool,
     /// Whether a step has fed tokens that nobody had named yet: then outputs end pages, too.
     behind: bool,
+    /// Whether what the request generates goes to the stream, and may be shared.
+    takes_outputs: bool,
+    /// Of `main`: whether it goes to others, too.
+    pub(crate) has_others: bool,
     /// Tokens that the stream took over from the cache.
     pub(crate) adopted: u32,
-    /// Tokens of the lease's last page, where that is a copy of a page that goes on differently; else 0.
-    pub(crate) part: u32,
     /// The root, then links of pages whose tokens are known, as far as they were needed. Empty where
     /// no tokens are known.
     links: Vec<Link>,
-    /// Pages found for the request that the stream does not have yet. Each counts it as an owner.
+    /// Pages found for the stream that it does not have yet. Each counts it as an owner.
     pub(crate) lease: Vec<u32>,
+    /// Tokens of the lease's last page, where that is a copy of a page that goes on differently; else 0.
+    pub(crate) part: u32,
 }
 
 // An odd number of cache lines: what every step touches of many chains then lies in all sets of the
@@ -51,11 +56,14 @@ pub(crate) struct Chain {
 const _: () = assert!(size_of::<Chain>() == 192);
 
 impl Chain {
-    /// The chain of a new request, with the keys of its prompt's pages. Needs no lock.
+    /// The chain of a stream of a new request, with the keys of its pages of the prompt, which are those
+    /// of `alike` if that has the prompt, too. Needs no lock.
     pub(crate) fn new(
         shared: &Shared,
         overrides: &RequestOverrides<'_>,
         settings: &RequestSettings,
+        goes: Goes,
+        alike: Option<&Chain>,
     ) -> Chain {
         let (prompt, wanted) = (overrides.prompt(), settings.prefix_cache);
         let page_size = shared.facts.page_size;
@@ -66,8 +74,10 @@ impl Chain {
         if prompt.len() > most {
             return Chain::default();
         }
+        let prompt = if goes.prompt { prompt } else { &[] };
+        let generated = if goes.outputs { overrides.max_new_tokens() as usize } else { 0 };
         // Steps must not allocate, so there is room for all that may come.
-        let capacity = (prompt.len() + overrides.max_new_tokens() as usize).min(most);
+        let capacity = (prompt.len() + generated).min(most);
         // Touched here, as that of the tokens.
         let mut links = vec![prefix.root(&settings.prefix_salt); capacity / page_size as usize + 1];
         links.truncate(1);
@@ -79,14 +89,74 @@ impl Chain {
             keyed: true,
             holds: true,
             tip_is_own: true,
+            takes_outputs: goes.outputs,
             ..Chain::default()
         };
-        chain.extend_links(prompt.len() as u32 / page_size);
+        let pages = prompt.len() as u32 / page_size;
+        if let Some(links) = alike.and_then(|alike| alike.links.get(1..=pages as usize)) {
+            chain.links.extend_from_slice(links);
+        }
+        chain.extend_links(pages);
         chain
     }
 
-    /// Starts again with an empty stream.
+    /// The chain of a stream that was copied from this one's after `len` tokens, which are known. What
+    /// comes next goes to one of them or to both, and steps say which.
+    pub(crate) fn copied(&mut self, len: u32) -> Chain {
+        let capacity = self.tokens.capacity();
+        let mut chain = Chain {
+            tokens: Tokens::new(self.tokens.all(), capacity),
+            links: Vec::with_capacity(self.links.capacity()),
+            page_size: self.page_size,
+            keyed: true,
+            ..Chain::default()
+        };
+        chain.links.extend_from_slice(&self.links);
+        chain.take_over(len, false);
+        chain
+    }
+
+    /// Whether the stream's first `len` tokens are known to be the first ones that go to `other`.
+    pub(crate) fn agrees(&mut self, other: &mut Chain, len: u32) -> bool {
+        let own = self.tokens.all().get(..len as usize);
+        self.holds && own.is_some() && own == other.tokens.all().get(..len as usize)
+    }
+
+    /// Whether the request has said what goes to the stream; else that is known of a copy at most.
+    pub(crate) fn is_declared(&self) -> bool {
+        self.takes_prompt() || self.takes_outputs
+    }
+
+    /// Number of tokens that are known.
+    pub(crate) fn tokens(&self) -> u32 {
+        self.tokens.len()
+    }
+
+    /// Whether the lease has a page of the stream's own for the last of `matched` tokens.
+    pub(crate) fn has_own(&self, matched: u32) -> bool {
+        let whole = (matched / self.page_size.max(1)) as usize;
+        self.part > 0 && whole + 1 == self.lease.len() && !matched.is_multiple_of(self.page_size)
+    }
+
+    /// Whether what the request generates goes to the stream, and may be shared.
+    pub(crate) fn takes_outputs(&self) -> bool {
+        self.takes_outputs
+    }
+
+    /// Whether tokens of the prompt go to the stream, and may be shared.
+    pub(crate) fn takes_prompt(&self) -> bool {
+        self.keyed && self.prompt > 0
+    }
+
+    /// Starts again with an empty stream. What was copied to one may be something else next time.
     pub(crate) fn restart(&mut self) {
+        if !self.is_declared() {
+            *self = Chain {
+                generation: self.generation,
+                has_others: self.has_others,
+                ..Chain::default()
+            };
+        }
         (self.holds, self.tip_is_own) = (self.keyed, true);
         (self.indexed, self.adopted) = (0, 0);
     }
@@ -118,7 +188,7 @@ impl Chain {
                 self.tokens.extend(&ids[same..]);
             }
             None => {
-                self.holds &= start >= self.prompt && span > 0;
+                self.holds &= self.takes_outputs && start >= self.prompt && span > 0;
                 self.behind = true;
             }
         }
@@ -155,7 +225,7 @@ impl Chain {
         let at = self.prompt + self.outputs;
         self.outputs += 1;
         // It may have been fed already, and what was fed counts.
-        if at != self.tokens.len() || !self.keyed {
+        if at != self.tokens.len() || !self.takes_outputs {
             return false;
         }
         self.tokens.push(id);

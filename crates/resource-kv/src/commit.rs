@@ -42,6 +42,7 @@ impl State {
             self.unmark(&record);
         }
         let copied = self.copy_after(shared, &mut record);
+        self.index_ended();
         self.spare.push(record);
         copied
     }
@@ -83,11 +84,9 @@ impl State {
             }
             stream.len += entry.span;
             lens.set(entry.id, stream.len);
-            if let Some(chain) = chain {
-                own.note(chain, entry.start, entry.span);
-                if chain.has_ended_page(stream.len) {
-                    self.ended.push(entry.id.request);
-                }
+            own.note(chain, entry.start, entry.span);
+            if chain.has_ended_page(stream.len) {
+                self.ended.push(entry.id);
             }
         }
         self.unmark_others(record);
@@ -117,7 +116,7 @@ impl State {
             if len >= end && chain.has_ended_page(len) {
                 next_takes += 1;
                 if len > end || !index_page(pool, stream, chain) {
-                    ended.push(request);
+                    ended.push(StreamId { request, label: LabelId::MAIN });
                 }
             } else if len + 1 == end {
                 // The next token ends the page: what that will touch is asked for now.
@@ -188,7 +187,8 @@ impl State {
         (stream.len, stream.table) = (copy.len, copy.table);
         (stream.released, stream.protected) = (0, 0);
         stream.generation += 1;
-        self.break_chain(id);
+        let len = copy.len;
+        self.copy_chain(copy.source(), id, len);
         self.release(shared, &mut old);
         self.publish(shared, id);
     }

@@ -365,10 +365,10 @@ impl State {
     /// owner.
     fn find_leading_pages(&mut self, shared: &Shared, id: StreamId, len: u32) -> Vec<u32> {
         let mut found = Vec::new();
-        if shared.prefix.get().is_none() || id.label != LabelId::MAIN {
+        if shared.prefix.get().is_none() {
             return found;
         }
-        let Some(chain) = self.requests.chain_mut(id.request) else { return found };
+        let Some(chain) = self.requests.chain_of(id) else { return found };
         let whole = chain.keyed_pages(len);
         if whole == 0 {
             return found;
@@ -431,22 +431,20 @@ impl State {
             stream.generation += 1;
             self.release(shared, &mut old);
             self.publish(shared, id);
-            if arrival.label == LabelId::MAIN
-                && self.took_over(request, arrival.len, arrival.released)
-            {
-                self.ended.push(request);
-            }
+            self.took_over(id, arrival.len, arrival.released);
         }
         self.index_ended();
         self.pool.note_peak();
         shared.count("retrieved_requests", 1);
     }
 
-    /// Notes in a request's chain what its stream has come to hold; says whether pages can be indexed.
-    pub(crate) fn took_over(&mut self, request: RequestId, len: u32, released: u64) -> bool {
-        let Some(chain) = self.requests.chain_mut(request) else { return false };
+    /// Notes what a stream has come to hold: its pages are to be indexed.
+    pub(crate) fn took_over(&mut self, id: StreamId, len: u32, released: u64) {
+        let Some(chain) = self.requests.chain_of(id) else { return };
         chain.take_over(len, released > 0);
-        chain.has_ended_page(len)
+        if chain.has_ended_page(len) {
+            self.ended.push(id);
+        }
     }
 
     /// Forgets what a request has published and what arrives for it. Pages of reads that have not ended

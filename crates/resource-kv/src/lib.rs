@@ -42,6 +42,7 @@ mod cache;
 mod chain;
 mod commit;
 mod copies;
+mod declared;
 mod geometry;
 mod handover;
 mod index;

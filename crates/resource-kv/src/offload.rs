@@ -406,7 +406,9 @@ impl State {
             }
             self.publish(shared, id);
         }
-        if let Some((stream, chain)) = self.requests.main_and_chain(moved.request) {
+        for &(label, _) in &journey.streams {
+            let id = StreamId { request: moved.request, label };
+            let Some((stream, chain)) = self.requests.get_with_chain(id) else { continue };
             let last = stream.pages[..chain.indexed.min(stream.held()) as usize].last();
             chain.tip_is_own = last.is_none_or(|&page| self.pool.is_indexed(page));
         }

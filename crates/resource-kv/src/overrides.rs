@@ -10,13 +10,22 @@ pub(crate) struct RequestSettings {
     pub(crate) prefix_cache: bool,
     /// Only requests with the same salt share pages.
     pub(crate) prefix_salt: String,
-    /// Most tokens of each of its streams, where it has others than `main` alone: what can never fit is
-    /// refused by them.
-    pub(crate) stream_tokens: Option<Vec<u32>>,
+    /// Its streams, where it has others than `main` alone.
+    pub(crate) labels: Option<Labels>,
 }
 
 impl Default for RequestSettings {
     fn default() -> Self {
-        Self { prefix_cache: true, prefix_salt: String::new(), stream_tokens: None }
+        Self { prefix_cache: true, prefix_salt: String::new(), labels: None }
     }
+}
+
+/// Names of streams. All are written by the walks of `main`.
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct Labels {
+    /// Those that the prompt goes to, each with all of its tokens.
+    pub(crate) prompt: Vec<String>,
+    /// Those that what is generated goes to.
+    pub(crate) generated: Vec<String>,
 }

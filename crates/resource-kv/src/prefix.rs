@@ -1,19 +1,20 @@
 //! The prefix cache: whole pages are indexed by what they hold, and requests that begin alike share
 //! them.
 //!
-//! Only `main` streams take part: their tokens are known from the prompt, from the ids that steps
-//! feed, and from what was sampled. A stream that anything else has written to is left out until it is
-//! reset.
+//! Those streams take part of which a request has said that its tokens go to them, `main` if it says
+//! nothing: their tokens are known from the prompt, from the ids that steps feed, and from what was
+//! sampled; and copies of such streams. Which label a stream has is no part of a page's key. A stream
+//! that anything else has written to is left out until it is reset.
 
 use resource_api::{
-    ErrorKind, LabelId, PrefixWalk, RequestId, ResourceError, ResourceStep, Result, StepContext,
-    WalkId,
+    ErrorKind, LabelId, PrefixInputs, PrefixWalk, RequestId, ResourceError, ResourceStep, Result,
+    StepContext, WalkId,
 };
 
 use crate::chain::Chain;
 use crate::keys::{Key, Link, root};
-use crate::state::{Shared, State};
-use crate::stream::StreamId;
+use crate::state::{PrefixUse, Shared, State};
+use crate::stream::{Requests, StreamId};
 
 /// Pages looked up at a time: enough that their memory is waited for together.
 const BATCH: u32 = 32;
@@ -58,7 +59,7 @@ impl Prefix {
     }
 }
 
-/// What a step says about the tokens of `main` streams.
+/// What a step says about the tokens of its streams.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Fed<'a> {
     /// The cache is closed.
@@ -111,13 +112,9 @@ impl<'a> Fed<'a> {
     }
 }
 
-fn main_of(request: RequestId) -> StreamId {
-    StreamId { request, label: LabelId::MAIN }
-}
-
 impl State {
-    /// How many leading tokens of the request are cached; takes a lease on their pages. `None` when
-    /// nothing is, or when the request has no part in the cache.
+    /// How many leading tokens of the request are cached under each label that its prompt goes to; takes a
+    /// lease on their pages. `None` when nothing is, or when the request has no part in the cache.
     pub(crate) fn resolve(
         &mut self,
         shared: &Shared,
@@ -125,17 +122,57 @@ impl State {
         walk: WalkId,
     ) -> Option<u32> {
         shared.prefix.get().filter(|p| p.covers(walk))?;
-        let (stream, chain) = self.requests.main_and_chain(request)?;
-        if !chain.lease.is_empty() {
-            return Some(chain.leased());
+        let labels = self.prompt_labels(request);
+        let has_lease = !self.requests.has_no_lease(request);
+        let mut least = u32::MAX;
+        for &label in &labels {
+            let (stream, chain) = self.requests.get_with_chain(StreamId { request, label })?;
+            least = least.min(match () {
+                _ if has_lease => chain.leased(),
+                _ if stream.next_len() > 0 => chain.adopted,
+                // It may be off the device, with pages and no tokens.
+                _ if stream.in_flight > 0 || !chain.can_skip() => return None,
+                _ => continue,
+            });
         }
-        if stream.next_len() > 0 {
-            return Some(chain.adopted);
+        if least < u32::MAX {
+            return Some(least);
         }
-        // It may be off the device, with pages and no tokens.
-        if stream.in_flight > 0 || !chain.can_skip() {
-            return None;
+        let mut found = labels.iter().map(|&label| {
+            let found = self.lease(shared, StreamId { request, label });
+            self.use_of(label).note(found);
+            found
+        });
+        let first = found.next()?;
+        let found = found.fold(first, u32::min);
+        self.prefix_use.note(found);
+        if found == 0 {
+            self.return_leases(shared, request);
         }
+        Some(found).filter(|&found| found > 0)
+    }
+
+    /// The labels under which the request's prompt may be cached.
+    fn prompt_labels(&mut self, request: RequestId) -> Vec<LabelId> {
+        let main = self.requests.main_and_chain(request);
+        let main = main.filter(|(_, chain)| chain.takes_prompt()).map(|_| LabelId::MAIN);
+        let others = self.requests.others_mut(request);
+        let others = others.filter(|(.., chain)| chain.takes_prompt()).map(|(id, ..)| id.label);
+        main.into_iter().chain(others).collect()
+    }
+
+    fn use_of(&mut self, label: LabelId) -> &mut PrefixUse {
+        let at = self.label_use.iter().position(|(known, _)| *known == label);
+        let at = at.unwrap_or_else(|| {
+            self.label_use.push((label, PrefixUse::default()));
+            self.label_use.len() - 1
+        });
+        &mut self.label_use[at].1
+    }
+
+    /// Takes a lease on the pages that begin an empty stream. Says how many tokens they hold.
+    fn lease(&mut self, shared: &Shared, id: StreamId) -> u32 {
+        let Some(chain) = self.requests.chain_of(id) else { return 0 };
         let most = chain.skippable_pages();
         chain.extend_links(most);
         let mut lease = std::mem::take(&mut chain.lease);
@@ -156,14 +193,10 @@ impl State {
             let missing: Vec<Key> = chain.keys(lease.len() as u32, most).collect();
             self.lease_from_tiers(shared, &missing, &mut lease);
         }
-        let part = self.lease_part(shared, request, &mut lease);
-        let chain = self.requests.chain_mut(request)?;
+        let part = self.lease_part(shared, id, &mut lease);
+        let Some(chain) = self.requests.chain_of(id) else { return 0 };
         (chain.lease, chain.part) = (lease, part);
-        let found = chain.leased();
-        self.prefix_use.lookups += 1;
-        self.prefix_use.hits += u64::from(found > 0);
-        self.prefix_use.hit_tokens += u64::from(found);
-        (found > 0).then_some(found)
+        chain.leased()
     }
 
     /// Goes on with a lease for as long as the pool or a tier has the pages with these keys.
@@ -181,98 +214,131 @@ impl State {
         }
     }
 
-    /// Makes the first `matched` cached tokens the beginning of the request's stream and returns the
-    /// rest of the lease.
+    /// Makes the first `matched` cached tokens the beginning of the streams that the inputs name and
+    /// returns the rest of the leases.
     ///
     /// # Errors
-    /// `WRONG_STATE` where the stream has tokens already or the lease is shorter, `INVALID` where the
-    /// inputs are not the request's tokens, `EXHAUSTED` where a page must be copied and none is free.
-    /// The lease is returned then, too.
+    /// `WRONG_STATE` where a stream has tokens already or its lease is shorter, `INVALID` where the
+    /// inputs are not the tokens that go to it, `EXHAUSTED` where a page must be copied and none is free.
+    /// No stream has changed then, and the leases are returned, too.
     pub(crate) fn apply(
         &mut self,
         shared: &Shared,
         request: RequestId,
-        inputs: &[u32],
+        inputs: &PrefixInputs<'_>,
         matched: u32,
     ) -> Result<()> {
-        let id = main_of(request);
+        let mut own = Vec::new();
+        let ready = self.ready_to_apply(shared, request, inputs, matched, &mut own);
+        let mut own = own.into_iter();
+        let applied = ready.and_then(|labels| {
+            let mut labels = labels.into_iter();
+            labels.try_for_each(|label| {
+                let id = StreamId { request, label };
+                self.apply_to(shared, id, matched, own.next().flatten())
+            })
+        });
+        own.rev().flatten().for_each(|page| self.pool.put_back(page));
+        self.return_leases(shared, request);
+        applied
+    }
+
+    /// The streams that do not have their first `matched` tokens yet; `own` gets for each the page in the
+    /// middle of which it is to go on, where it is to and has none.
+    fn ready_to_apply(
+        &mut self,
+        shared: &Shared,
+        request: RequestId,
+        inputs: &PrefixInputs<'_>,
+        matched: u32,
+        own: &mut Vec<Option<u32>>,
+    ) -> Result<Vec<LabelId>> {
         let size = shared.facts.page_size;
-        let Some((stream, chain)) = self.requests.main_and_chain(request) else {
-            return Err(ResourceError::new(
-                ErrorKind::NOT_FOUND,
-                format!("request {request} is to skip {matched} tokens and was not ingested"),
-            ));
-        };
-        if matched == chain.adopted && chain.lease.is_empty() && stream.next_len() == matched {
-            return Ok(());
-        }
-        let held = chain.leased();
-        let fault = if stream.next_len() > 0 || stream.in_flight > 0 {
-            Some(ResourceError::wrong_state(format!(
-                "request {request} is to skip {matched} tokens, but its stream has begun"
-            )))
-        } else if matched > held {
-            Some(ResourceError::wrong_state(format!(
-                "request {request} is to skip {matched} tokens of which {held} are cached here"
-            )))
-        } else if !chain.starts_with(&inputs[..inputs.len().min(matched as usize)]) {
-            Some(ResourceError::invalid(format!(
-                "request {request} skips tokens that are not those of its prompt"
-            )))
-        } else {
-            None
-        };
-        if let Some(fault) = fault {
-            self.return_lease(shared, request);
-            return Err(fault);
-        }
-        let whole = (matched / size) as usize;
-        // A page in the middle of which the stream goes on is written to, so it needs its own.
-        let has_own = chain.part > 0 && whole + 1 == chain.lease.len();
-        let own = match matched % size {
-            0 => None,
-            _ if has_own => {
-                chain.part = 0;
-                chain.lease.pop()
+        let ids = &inputs.token_ids()[..inputs.token_ids().len().min(matched as usize)];
+        let (mut labels, mut copies) = (Vec::new(), Vec::new());
+        for &label in inputs.labels() {
+            let id = StreamId { request, label };
+            let Some((stream, chain)) = self.requests.get_with_chain(id) else {
+                return Err(ResourceError::new(
+                    ErrorKind::NOT_FOUND,
+                    format!("request {request} is to skip {matched} tokens and was not ingested"),
+                ));
+            };
+            if matched == chain.adopted && chain.lease.is_empty() && stream.next_len() == matched {
+                continue;
             }
-            _ => match self.take_one(shared) {
-                Some(page) => Some(page),
-                None => {
-                    self.return_lease(shared, request);
-                    return Err(no_page(request));
-                }
-            },
-        };
+            let held = chain.leased();
+            if stream.next_len() > 0 || stream.in_flight > 0 {
+                return Err(ResourceError::wrong_state(format!(
+                    "request {request} is to skip {matched} tokens, but its stream has begun"
+                )));
+            }
+            if matched > held {
+                return Err(ResourceError::wrong_state(format!(
+                    "request {request} is to skip {matched} tokens, {held} are held for it"
+                )));
+            }
+            if !chain.starts_with(ids) {
+                return Err(ResourceError::invalid(format!(
+                    "request {request} skips tokens that are not those of its prompt"
+                )));
+            }
+            labels.push(label);
+            // A page in the middle of which the stream goes on is written to, so it needs its own.
+            copies.push(!matched.is_multiple_of(size) && !chain.has_own(matched));
+        }
+        for is_needed in copies {
+            let page = is_needed.then(|| self.take_one(shared).ok_or_else(|| no_page(request)));
+            own.push(page.transpose()?);
+        }
+        Ok(labels)
+    }
+
+    /// Gives an empty stream its first `matched` tokens, the last of them in the page `own` where that is
+    /// not in the lease.
+    fn apply_to(
+        &mut self,
+        shared: &Shared,
+        id: StreamId,
+        matched: u32,
+        own: Option<u32>,
+    ) -> Result<()> {
+        let whole = (matched / shared.facts.page_size) as usize;
         let held = self.requests.get(id).map_or(0, |s| s.pages.len());
         self.release_range(shared, id, 0..held);
-        let Some((stream, chain)) = self.requests.main_and_chain(request) else { return Ok(()) };
+        let Some((stream, chain)) = self.requests.get_with_chain(id) else { return Ok(()) };
+        let copied = match (own, chain.lease.get(whole)) {
+            (Some(own), Some(&from)) => shared.memory.copy_page(from, own),
+            _ => Ok(()),
+        };
+        let from_lease = (own.is_none() && chain.has_own(matched)).then(|| {
+            chain.part = 0;
+            chain.lease.pop()
+        });
         stream.pages.extend(chain.lease.drain(..whole));
-        if let Some(own) = own {
-            let copied = match chain.lease.first().filter(|_| !has_own) {
-                Some(&from) => shared.memory.copy_page(from, own),
-                None => Ok(()),
-            };
-            stream.pages.push(own);
-            copied?;
-        }
+        stream.pages.extend(own.or(from_lease.flatten()));
+        copied?;
         stream.len = matched;
         stream.generation += 1;
         (chain.indexed, chain.tip_is_own) = (whole as u32, true);
         chain.adopted = matched;
-        self.return_lease(shared, request);
         self.publish(shared, id);
         Ok(())
     }
 
     /// Gives back pages that were found for the request and not taken over.
-    pub(crate) fn return_lease(&mut self, shared: &Shared, request: RequestId) {
-        let Some((_, chain)) = self.requests.main_and_chain(request) else { return };
-        if chain.lease.is_empty() {
-            return;
+    pub(crate) fn return_leases(&mut self, shared: &Shared, request: RequestId) {
+        let mut nth = 0;
+        while let Some(label) = self.requests.nth_label(request, nth) {
+            nth += 1;
+            let Some(chain) = self.requests.chain_of(StreamId { request, label }) else { return };
+            if chain.lease.is_empty() {
+                continue;
+            }
+            let mut lease = std::mem::take(&mut chain.lease);
+            chain.part = 0;
+            self.release(shared, &mut lease);
         }
-        let mut lease = std::mem::take(&mut chain.lease);
-        chain.part = 0;
-        self.release(shared, &mut lease);
     }
 
     /// Learns what was sampled, and indexes the pages that this completes.
@@ -292,7 +358,10 @@ impl State {
                 links.add(request, chain);
             }
             if chain.may_have_ended_page() {
-                ended.push(request);
+                ended.push(StreamId { request, label: LabelId::MAIN });
+            }
+            if chain.has_others {
+                tell_others(requests, ended, request, token);
             }
         }
         links.finish(requests, pool);
@@ -302,8 +371,8 @@ impl State {
     /// Indexes the pages that have become whole.
     pub(crate) fn index_ended(&mut self) {
         let State { requests, pool, ended, branches, tiers, .. } = self;
-        for request in ended.drain(..) {
-            let Some((stream, chain)) = requests.main_and_chain(request) else { continue };
+        for id in ended.drain(..) {
+            let Some((stream, chain)) = requests.get_with_chain(id) else { continue };
             if !chain.has_ended_page(stream.len) {
                 continue;
             }
@@ -338,12 +407,30 @@ impl State {
         }
     }
 
-    /// Notes that a stream no longer holds its request's tokens from the first one on.
+    /// Notes that a stream no longer holds its tokens from the first one on.
     pub(crate) fn break_chain(&mut self, id: StreamId) {
-        if let Some((_, chain)) =
-            self.requests.main_and_chain(id.request).filter(|_| id.label == LabelId::MAIN)
-        {
+        if let Some(chain) = self.requests.chain_of(id) {
             chain.holds = false;
+        }
+    }
+
+    /// Notes that a stream has come to hold the first `len` tokens of another one of its request.
+    pub(crate) fn copy_chain(&mut self, from: StreamId, to: StreamId, len: u32) {
+        let Some(source) = self.requests.chain_of(from) else { return self.break_chain(to) };
+        let mut source = std::mem::take(source);
+        let is_known = source.holds && len <= source.tokens();
+        if let Some(chain) = self.requests.chain_of(to) {
+            match chain.is_declared() {
+                true if source.agrees(chain, len) => chain.take_over(len, false),
+                false if is_known => *chain = source.copied(len),
+                _ => chain.holds = false,
+            }
+            if chain.has_ended_page(len) {
+                self.ended.push(to);
+            }
+        }
+        if let Some(chain) = self.requests.chain_of(from) {
+            *chain = source;
         }
     }
 
@@ -359,6 +446,17 @@ impl State {
         let taken = page.pop();
         self.outgoing = page;
         taken
+    }
+}
+
+/// Tells the streams other than `main` that what is generated goes to.
+#[cold]
+fn tell_others(requests: &mut Requests, ended: &mut Vec<StreamId>, request: RequestId, token: u32) {
+    for (id, _, chain) in requests.others_mut(request).filter(|(.., c)| c.takes_outputs()) {
+        chain.output(token);
+        if chain.may_have_ended_page() {
+            ended.push(id);
+        }
     }
 }
 

@@ -12,7 +12,7 @@ use resource_api::{
 };
 
 use crate::board::Board;
-use crate::chain::Chain;
+use crate::declared::declare;
 use crate::geometry::{PageSize, lay_out, total_bytes};
 use crate::handover::Transfer;
 use crate::memory::KvMemory;
@@ -147,7 +147,7 @@ impl Resource for Kv {
         Some(self.fingerprint.clone())
     }
 
-    /// Opens the index for streams `main`; `walks` must name that label.
+    /// Opens the index for `main`, which `walks` must name, and for the labels that requests name.
     fn enable_prefix_cache(&self, root: &[u8], walks: Vec<PrefixWalk>) -> Result<bool> {
         let walk = walks.iter().find(|w| w.label == LabelId::MAIN);
         let (Some(salt), Some(&walk)) = (&self.prefix_salt, walk) else { return Ok(false) };
@@ -177,9 +177,8 @@ impl Resource for Kv {
         let settings = settings.map_err(|e| e.within(format!("`{}`", self.shared.key)))?;
         let settings = settings.unwrap_or_default();
         // Keys are computed before the lock is taken.
-        let chain = Chain::new(&self.shared, overrides, &settings);
-        let tokens = settings.stream_tokens.as_deref();
-        self.with_state(|state, shared| state.ingest(shared, rid, overrides, tokens, chain))
+        let streams = declare(&self.shared, rid, overrides, &settings)?;
+        self.with_state(|state, shared| state.ingest(shared, rid, overrides, streams))
     }
 
     /// Pages are copied where other workers read them, under the cache's lock.
@@ -227,7 +226,7 @@ impl Resource for Kv {
         if rid.is_padding() {
             return Ok(());
         }
-        self.with_state(|state, shared| state.apply(shared, rid, inputs.token_ids(), matched))
+        self.with_state(|state, shared| state.apply(shared, rid, inputs, matched))
     }
 
     fn extend_prefix_chain(

@@ -102,7 +102,11 @@ impl State {
             )));
         }
         let Some(session) = self.sessions.of.remove(name) else { return Ok(None) };
+        let mut whole = Vec::new();
         for (label, kept) in session.streams {
+            if label != LabelId::MAIN {
+                whole.push((label, kept.len, kept.released));
+            }
             let id = StreamId { request, label };
             let table = self.new_table();
             if self.requests.get(id).is_none() {
@@ -118,8 +122,9 @@ impl State {
         let main = StreamId { request, label: LabelId::MAIN };
         let held = self.requests.get(main).map_or(0, |s| s.len);
         let released = self.requests.get(main).map_or(0, |s| s.released);
-        if self.took_over(request, held.min(len), released) {
-            self.ended.push(request);
+        self.took_over(main, held.min(len), released);
+        for (label, len, released) in whole {
+            self.took_over(StreamId { request, label }, len, released);
         }
         if len < held {
             self.rewind(shared, main, len)?;

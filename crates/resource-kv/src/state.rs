@@ -10,7 +10,8 @@ use resource_api::{
 
 use crate::board::Board;
 use crate::branches::Branches;
-use crate::chain::{Chain, LinkBatch};
+use crate::chain::LinkBatch;
+use crate::declared::Declared;
 use crate::geometry::PageSize;
 use crate::handover::{Handovers, Transfer};
 use crate::memory::KvMemory;
@@ -62,12 +63,21 @@ impl Shared {
 /// How the prefix cache was used.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct PrefixUse {
-    /// Requests that asked.
+    /// Those that asked.
     pub(crate) lookups: u64,
     /// Those of them that found something.
     pub(crate) hits: u64,
     /// Tokens that they found.
     pub(crate) hit_tokens: u64,
+}
+
+impl PrefixUse {
+    /// One has asked and found so many tokens.
+    pub(crate) fn note(&mut self, found: u32) {
+        self.lookups += 1;
+        self.hits += u64::from(found > 0);
+        self.hit_tokens += u64::from(found);
+    }
 }
 
 /// Records of pages for which there is no memory.
@@ -93,10 +103,13 @@ pub(crate) struct State {
     pub(crate) outgoing: Vec<u32>,
     /// Links of pages whose last token the call that runs has told of; kept for its memory.
     pub(crate) links: LinkBatch,
-    /// Requests whose pages have become whole in the call that runs and that are still to be indexed;
+    /// Streams whose pages have become whole in the call that runs and that are still to be indexed;
     /// kept for its memory.
-    pub(crate) ended: Vec<RequestId>,
+    pub(crate) ended: Vec<StreamId>,
+    /// By requests.
     pub(crate) prefix_use: PrefixUse,
+    /// By the streams of each label.
+    pub(crate) label_use: Vec<(LabelId, PrefixUse)>,
     /// Where prompts part within a page.
     pub(crate) branches: Branches,
     /// Evictions that the host's counter lacks: a step does not wait for the host's metrics.
@@ -133,6 +146,7 @@ impl State {
             ended: Vec::new(),
             links: LinkBatch::default(),
             prefix_use: PrefixUse::default(),
+            label_use: Vec::new(),
             branches: Branches::default(),
             untold_evictions: 0,
             tiers: Tiers::default(),
@@ -160,16 +174,14 @@ impl State {
         self.steps.iter().position(|r| r.step == Some(step))
     }
 
-    /// Makes a request live; `streams` are the most tokens of each stream, where there are others than
-    /// `main` alone. A second time it changes nothing; an id older than the live one is a late copy, a
-    /// newer one replaces it.
+    /// Makes a request live that is to have these streams. A second time it changes nothing; an id older
+    /// than the live one is a late copy, a newer one replaces it.
     pub(crate) fn ingest(
         &mut self,
         shared: &Shared,
         request: RequestId,
         overrides: &RequestOverrides<'_>,
-        streams: Option<&[u32]>,
-        chain: Chain,
+        mut streams: Vec<Declared>,
     ) -> Result<()> {
         if request.is_padding() {
             return Ok(());
@@ -185,19 +197,29 @@ impl State {
             Some(live) => self.remove(shared, RequestId::new(request.slot, live)),
             None => {}
         }
-        let tokens = self.check_fits(shared, overrides, streams)?;
-        self.requests.insert(request, shared.pages_for(tokens) as usize + 1, chain);
+        self.check_fits(shared, overrides, &streams)?;
+        let room = |stream: &Declared| shared.pages_for(stream.tokens) as usize + 1;
+        let main = streams.iter().position(|s| s.label == LabelId::MAIN);
+        let (pages, chain) = main.map_or(Default::default(), |at| {
+            let main = streams.remove(at);
+            (room(&main), main.chain)
+        });
+        self.requests.insert(request, pages, chain);
         let table = self.new_table();
         let id = StreamId { request, label: LabelId::MAIN };
         if let Some(main) = self.requests.get_mut(id) {
             main.table = table;
         }
         shared.board.set(id, 0, 0);
+        for stream in streams {
+            let (table, pages) = (self.new_table(), room(&stream));
+            let id = StreamId { request, label: stream.label };
+            self.requests.insert_other(id, table, pages, stream.chain);
+            shared.board.set(id, 0, 0);
+        }
         Ok(())
     }
 
-    /// Most tokens of the request's stream `main`. The last token that is generated goes to no stream.
-    ///
     /// # Errors
     /// For a request that would run until a stream or the pool is full, and then fail however long it
     /// waited.
@@ -205,14 +227,12 @@ impl State {
         &self,
         shared: &Shared,
         overrides: &RequestOverrides<'_>,
-        streams: Option<&[u32]>,
-    ) -> Result<u32> {
-        let prompt = u32::try_from(overrides.prompt().len()).unwrap_or(u32::MAX);
+        streams: &[Declared],
+    ) -> Result<()> {
+        let prompt = overrides.prompt().len();
         let generated = overrides.max_new_tokens();
-        let main = [prompt.saturating_add(generated.saturating_sub(1))];
-        let all = streams.unwrap_or(&main);
         let request = || {
-            let in_streams = match all.len() {
+            let in_streams = match streams.len() {
                 1 => String::new(),
                 n => format!(" in {n} streams"),
             };
@@ -221,7 +241,8 @@ impl State {
                  uncached,{in_streams}"
             )
         };
-        let (longest, most) = (all.iter().copied().max().unwrap_or(0), shared.facts.max_seq_len);
+        let tokens = || streams.iter().map(|stream| stream.tokens);
+        let (longest, most) = (tokens().max().unwrap_or(0), shared.facts.max_seq_len);
         if longest > most {
             let message = format!(
                 "{} make a stream of {longest} tokens; one may have {most} (`max_seq_len`): shorten \
@@ -230,7 +251,7 @@ impl State {
             );
             return Err(ResourceError::invalid(message).with_amounts(longest.into(), most.into()));
         }
-        let need: u64 = all.iter().map(|&tokens| u64::from(shared.pages_for(tokens))).sum();
+        let need: u64 = tokens().map(|tokens| u64::from(shared.pages_for(tokens))).sum();
         let have = u64::from(self.pool.usable());
         if need > have {
             let message = format!(
@@ -241,7 +262,7 @@ impl State {
             );
             return Err(ResourceError::invalid(message).with_amounts(need, have));
         }
-        Ok(main[0].min(most))
+        Ok(())
     }
 
     /// Empties a request's streams; with `free`, or where a page must not be written again, their
@@ -253,19 +274,17 @@ impl State {
         self.forget(shared, request);
         self.cancel_journey(shared, request);
         self.forget_handover(shared, request);
-        self.return_lease(shared, request);
-        self.note_generated(request);
-        if free {
-            self.keep_end(request);
-        }
-        if let Some((_, chain)) = self.requests.main_and_chain(request) {
-            chain.restart();
-        }
+        self.return_leases(shared, request);
         let mut nth = 0;
         while let Some(label) = self.requests.nth_label(request, nth) {
             let id = StreamId { request, label };
             nth += 1;
-            let Some(stream) = self.requests.get_mut(id) else { continue };
+            self.note_generated(id);
+            if free {
+                self.keep_end(id);
+            }
+            let Some((stream, chain)) = self.requests.get_with_chain(id) else { continue };
+            chain.restart();
             (stream.len, stream.pending, stream.in_flight, stream.rewriters) = (0, 0, 0, 0);
             (stream.released, stream.protected) = (0, 0);
             stream.generation += 1;
@@ -347,12 +366,8 @@ impl State {
         if !len.is_multiple_of(self.page_size) {
             self.make_writable(shared, id, needed - 1)?;
         }
-        if let Some((_, chain)) =
-            self.requests.main_and_chain(id.request).filter(|_| id.label == LabelId::MAIN)
-        {
-            chain.rewind(len);
-        }
-        let Some(stream) = self.requests.get_mut(id) else { return Ok(()) };
+        let Some((stream, chain)) = self.requests.get_with_chain(id) else { return Ok(()) };
+        chain.rewind(len);
         stream.len = len;
         stream.generation += 1;
         let held = stream.pages.len();

@@ -77,7 +77,15 @@ struct Request {
     /// Its stream `main`, which nearly every request has as its only one.
     main: Stream,
     /// The others that were opened, in that order.
-    others: Vec<(LabelId, Stream)>,
+    others: Vec<Other>,
+}
+
+/// A stream other than `main`, and what is known of its tokens.
+#[derive(Debug, Default)]
+struct Other {
+    label: LabelId,
+    stream: Stream,
+    chain: Chain,
 }
 
 /// All streams of live requests, by request slot.
@@ -99,7 +107,7 @@ impl Requests {
         self.live(request) == Some(request.generation)
     }
 
-    /// Makes a request live in a vacant slot, with an empty stream `main`.
+    /// Makes a request live in a vacant slot, with an empty stream `main` that has room for so many pages.
     pub(crate) fn insert(&mut self, request: RequestId, pages: usize, chain: Chain) {
         let index = request.index();
         if self.slots.len() <= index {
@@ -108,11 +116,17 @@ impl Requests {
         }
         let slot = &mut self.slots[index];
         slot.generation = request.generation;
-        slot.main.pages.reserve(pages);
-        // Touched, so that no step waits for the operating system to find the memory.
-        slot.main.pages.resize(slot.main.pages.capacity(), 0);
-        slot.main.pages.clear();
+        reserve(&mut slot.main.pages, pages);
         self.chains[index] = chain.of(request);
+    }
+
+    /// Opens a stream other than `main` of which it is known what will go to it.
+    pub(crate) fn insert_other(&mut self, id: StreamId, table: u64, pages: usize, chain: Chain) {
+        let mut stream = Stream { table, ..Stream::default() };
+        reserve(&mut stream.pages, pages);
+        let index = id.request.index();
+        self.chains[index].has_others |= chain.takes_outputs();
+        self.slots[index].others.push(Other { label: id.label, stream, chain });
     }
 
     /// Makes the slot vacant. Its streams have been emptied before.
@@ -135,7 +149,7 @@ impl Requests {
         }
         match id.label {
             LabelId::MAIN => Some(&slot.main),
-            label => slot.others.iter().find(|(l, _)| *l == label).map(|(_, s)| s),
+            label => slot.others.iter().find(|o| o.label == label).map(|o| &o.stream),
         }
     }
 
@@ -164,20 +178,39 @@ impl Requests {
         }
         match id.label {
             LabelId::MAIN => Some(&mut slot.main),
-            label => slot.others.iter_mut().find(|(l, _)| *l == label).map(|(_, s)| s),
+            label => slot.others.iter_mut().find(|o| o.label == label).map(|o| &mut o.stream),
         }
     }
 
-    /// A stream that is open, and for `main` what is known of its tokens.
+    /// A stream that is open, and what is known of its tokens.
     #[inline]
-    pub(crate) fn get_with_chain(
-        &mut self,
-        id: StreamId,
-    ) -> Option<(&mut Stream, Option<&mut Chain>)> {
+    pub(crate) fn get_with_chain(&mut self, id: StreamId) -> Option<(&mut Stream, &mut Chain)> {
         if id.label == LabelId::MAIN {
-            return self.main_and_chain(id.request).map(|(stream, chain)| (stream, Some(chain)));
+            return self.main_and_chain(id.request);
         }
-        self.get_mut(id).map(|stream| (stream, None))
+        let slot = self.slots.get_mut(id.request.index())?;
+        if slot.generation != id.request.generation || slot.generation == 0 {
+            return None;
+        }
+        let other = slot.others.iter_mut().find(|other| other.label == id.label)?;
+        Some((&mut other.stream, &mut other.chain))
+    }
+
+    /// What is known of the tokens of an open stream.
+    pub(crate) fn chain_of(&mut self, id: StreamId) -> Option<&mut Chain> {
+        self.get_with_chain(id).map(|(_, chain)| chain)
+    }
+
+    /// The streams of a live request other than `main`, and what is known of their tokens.
+    pub(crate) fn others_mut(
+        &mut self,
+        request: RequestId,
+    ) -> impl Iterator<Item = (StreamId, &mut Stream, &mut Chain)> {
+        let slot = self.slots.get_mut(request.index());
+        let slot = slot.filter(|s| s.generation == request.generation && s.generation != 0);
+        slot.into_iter().flat_map(|slot| &mut slot.others).map(move |other| {
+            (StreamId { request, label: other.label }, &mut other.stream, &mut other.chain)
+        })
     }
 
     /// A live request's stream `main` and what is known of its tokens.
@@ -197,36 +230,41 @@ impl Requests {
         self.chains.get_mut(request.index()).filter(|chain| chain.is_of(request))
     }
 
-    /// Whether nothing has been found for a request that its stream does not have yet.
+    /// Whether nothing has been found for a request that its streams do not have yet.
     pub(crate) fn has_no_lease(&self, request: RequestId) -> bool {
-        self.chains.get(request.index()).is_none_or(|chain| chain.lease.is_empty())
+        let (slot, main) = (self.slots.get(request.index()), self.chains.get(request.index()));
+        let others = slot.into_iter().flat_map(|slot| &slot.others).map(|other| &other.chain);
+        main.into_iter().chain(others).all(|chain| chain.lease.is_empty())
     }
 
-    /// What is known of the tokens of all live requests.
+    /// What is known of the tokens of all streams of live requests.
     pub(crate) fn chains(&self) -> impl Iterator<Item = &Chain> {
         let live = self.slots.iter().zip(&self.chains).filter(|(r, _)| r.generation > 0);
-        live.map(|(_, chain)| chain)
+        live.flat_map(|(slot, main)| {
+            std::iter::once(main).chain(slot.others.iter().map(|other| &other.chain))
+        })
     }
 
     /// Opens a stream of a live request; it must not be open.
     pub(crate) fn open(&mut self, id: StreamId, table: u64) -> &mut Stream {
         let others = &mut self.slots[id.request.index()].others;
-        others.push((id.label, Stream { table, ..Stream::default() }));
-        &mut others.last_mut().expect("just pushed").1
+        let stream = Stream { table, ..Stream::default() };
+        others.push(Other { label: id.label, stream, chain: Chain::default() });
+        &mut others.last_mut().expect("just pushed").stream
     }
 
     /// Closes a stream other than `main` and hands it out.
     pub(crate) fn close(&mut self, id: StreamId) -> Option<Stream> {
         let others = &mut self.slots[id.request.index()].others;
-        let at = others.iter().rposition(|(l, _)| *l == id.label)?;
-        Some(others.remove(at).1)
+        let at = others.iter().rposition(|other| other.label == id.label)?;
+        Some(others.remove(at).stream)
     }
 
     /// Labels of a live request's open streams: `main`, then the others by index from 1.
     pub(crate) fn nth_label(&self, request: RequestId, n: usize) -> Option<LabelId> {
         match n.checked_sub(1) {
             None => Some(LabelId::MAIN),
-            Some(i) => self.slots[request.index()].others.get(i).map(|(l, _)| *l),
+            Some(i) => self.slots[request.index()].others.get(i).map(|other| other.label),
         }
     }
 
@@ -236,10 +274,17 @@ impl Requests {
         live.flat_map(|(slot, r)| {
             let request = RequestId::new(slot as u32, r.generation);
             let main = std::iter::once((LabelId::MAIN, &r.main));
-            let all = main.chain(r.others.iter().map(|(l, s)| (*l, s)));
+            let all = main.chain(r.others.iter().map(|other| (other.label, &other.stream)));
             all.map(move |(label, s)| (StreamId { request, label }, s))
         })
     }
+}
+
+/// Room for so many pages, touched, so that no step waits for the operating system to find the memory.
+fn reserve(pages: &mut Vec<u32>, count: usize) {
+    pages.reserve(count);
+    pages.resize(pages.capacity(), 0);
+    pages.clear();
 }
 
 #[cfg(test)]

@@ -36,6 +36,11 @@ impl Tokens {
         self.len
     }
 
+    /// How many there is memory for.
+    pub(crate) fn capacity(&self) -> usize {
+        self.list.capacity()
+    }
+
     /// The last one; 0 where there is none.
     #[inline]
     pub(crate) fn last(&self) -> u32 {

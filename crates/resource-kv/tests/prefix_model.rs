@@ -1,6 +1,6 @@
 //! Random requests over a small pool with the prefix cache on, with and without tiers under it. The reference knows, for every prefix,
 //! whether somebody has computed it; whatever the cache hands out must hold exactly the
-//! tokens of the request that takes it.
+//! tokens of the request that takes it, under each of the labels that its tokens go to.
 
 mod common;
 
@@ -10,14 +10,16 @@ use common::*;
 use proptest::prelude::*;
 use resource_api::host::PlainHost;
 use resource_api::{
-    KvCache, KvPlan, NodeId, PrefixInputs, PrefixWalk, RequestOverrides, Resource, WalkId,
+    HostServices, KvCache, KvPlan, LabelId, NodeId, PrefixInputs, PrefixWalk, RequestOverrides,
+    Resource, WalkId,
 };
-use serde_json::Value;
+use serde_json::{Value, json};
 
 /// Page sizes: one that divides nothing, and the one whose keys are computed in batches.
 const SIZES: [u32; 2] = [3, 16];
 const PAGES: u32 = 12;
 const WALK: WalkId = WalkId(0);
+const LABELS: [&str; 3] = ["main", "b", "c"];
 
 #[derive(Clone, Copy, Debug)]
 enum Fate {
@@ -29,8 +31,9 @@ enum Fate {
 
 #[derive(Clone, Debug)]
 enum Op {
-    /// A request whose prompt takes one of a few branches at every page, so that many begin alike.
-    Ingest(u32, Vec<u32>),
+    /// A request whose prompt takes one of a few branches at every page, so that many begin alike, and
+    /// whose tokens go to these [`LABELS`].
+    Ingest(u32, Vec<u32>, &'static [usize]),
     Resolve(u32),
     /// Takes over this share of what was found, of 4.
     Apply(u32, u32),
@@ -55,13 +58,18 @@ fn op() -> impl Strategy<Value = Op> {
         2 => Just(Fate::Stage),
         1 => Just(Fate::RemoveInFlight),
     ];
+    let labels = || {
+        let two = proptest::sample::select(vec![&[0usize, 1][..], &[1], &[2, 1]]);
+        prop_oneof![3 => Just(&[0usize][..]), 2 => two]
+    };
     let rows = proptest::collection::vec((slot(), 1..8u32), 1..4).prop_map(|mut rows| {
         rows.sort();
         rows.dedup_by_key(|r| r.0);
         rows
     });
     prop_oneof![
-        3 => (slot(), proptest::collection::vec(0..2u32, 1..14)).prop_map(|(s, p)| Op::Ingest(s, p)),
+        3 => (slot(), proptest::collection::vec(0..2u32, 1..14), labels())
+            .prop_map(|(s, p, l)| Op::Ingest(s, p, l)),
         3 => slot().prop_map(Op::Resolve),
         3 => (slot(), 0..5u32).prop_map(|(s, n)| Op::Apply(s, n)),
         8 => (rows, fate).prop_map(|(r, f)| Op::Feed(r, f)),
@@ -84,10 +92,12 @@ struct Request {
     found: u32,
     asked: bool,
     away: bool,
+    labels: &'static [usize],
 }
 
 struct Run {
     cache: Cache,
+    labels: [LabelId; 3],
     /// Tokens of a page.
     size: u32,
     live: HashMap<u32, Request>,
@@ -105,11 +115,13 @@ impl Run {
             PAGES + 1,
             PAGES * size
         );
-        let cache = cache_on(PlainHost::handle(), &settings, size);
+        let host = PlainHost::handle();
+        let labels = LABELS.map(|name| host.label_id(name));
+        let cache = cache_on(host, &settings, size);
         let walk = PrefixWalk { label: MAIN, write: WALK, decode: WALK };
         assert!(cache.resource.enable_prefix_cache(b"", vec![walk]).unwrap());
         let (live, computed) = Default::default();
-        Run { cache, size, live, generations: 0, next_step: 1, computed }
+        Run { cache, labels, size, live, generations: 0, next_step: 1, computed }
     }
 
     fn rid(&self, slot: u32) -> resource_api::RequestId {
@@ -119,7 +131,7 @@ impl Run {
 
     fn apply(&mut self, op: &Op) {
         match op {
-            Op::Ingest(slot, prompt) => self.ingest(*slot, prompt),
+            Op::Ingest(slot, prompt, labels) => self.ingest(*slot, prompt, labels),
             Op::Resolve(slot) => self.resolve(*slot),
             Op::Apply(slot, share) => self.take_over(*slot, *share),
             Op::Feed(rows, fate) => self.feed(rows, *fate),
@@ -144,7 +156,7 @@ impl Run {
         self.check();
     }
 
-    fn ingest(&mut self, slot: u32, branches: &[u32]) {
+    fn ingest(&mut self, slot: u32, branches: &[u32], labels: &'static [usize]) {
         if self.live.contains_key(&slot) {
             return;
         }
@@ -154,10 +166,21 @@ impl Run {
         let tokens: Vec<u32> = branches.iter().enumerate().flat_map(of).collect();
         self.generations += 1;
         let generation = self.generations;
-        self.live
-            .insert(slot, Request { generation, tokens: tokens.clone(), ..Request::default() });
-        let overrides = RequestOverrides::new("", &tokens, self.max() - tokens.len() as u32);
-        self.cache.resource.ingest_request(self.rid(slot), &overrides).unwrap();
+        self.live.insert(
+            slot,
+            Request { generation, tokens: tokens.clone(), labels, ..Request::default() },
+        );
+        let names: Vec<&str> = labels.iter().map(|&at| LABELS[at]).collect();
+        let text = match labels {
+            [0] => String::new(),
+            _ => json!({ "labels": { "prompt": names, "generated": names } }).to_string(),
+        };
+        let most = (self.max() / labels.len() as u32).saturating_sub(tokens.len() as u32);
+        let overrides = RequestOverrides::new(&text, &tokens, most);
+        if let Err(e) = self.cache.resource.ingest_request(self.rid(slot), &overrides) {
+            assert!(labels.len() > 1 && e.message().contains("the pool has"), "{e}");
+            self.live.remove(&slot);
+        }
     }
 
     fn max(&self) -> u32 {
@@ -228,7 +251,8 @@ impl Run {
             return;
         };
         let matched = r.found * share.min(4) / 4;
-        let inputs = PrefixInputs::new(&r.tokens);
+        let labels: Vec<LabelId> = r.labels.iter().map(|&at| self.labels[at]).collect();
+        let inputs = PrefixInputs::new(&r.tokens).with_labels(&labels);
         let done = self.cache.resource.apply_cached_prefix(rid, NodeId(0), WALK, &inputs, matched);
         // Only a cut within a page needs one of its own, and may find none.
         match done {
@@ -241,7 +265,7 @@ impl Run {
     fn feed(&mut self, rows: &[(u32, u32)], fate: Fate) {
         self.next_step += 1;
         let mut step = Step { slot: (self.next_step % 3) as u32, ..Step::new(self.next_step, &[]) };
-        let mut ids = Vec::new();
+        let mut spans = Vec::new();
         for &(slot, most) in rows {
             // A host that asked takes the answer over before it goes on.
             let is_idle = |r: &&Request| r.found == 0 && !r.away;
@@ -254,10 +278,18 @@ impl Run {
             }
             let mut own = r.tokens[r.len..r.len + span.min(left)].to_vec();
             own.resize(span, 1000 + (self.next_step as u32 % 2));
-            step.request.push(self.rid(slot));
-            step.label.push(MAIN);
-            step.span.push(span as u32);
-            ids.extend(own);
+            spans.push((slot, own));
+        }
+        let mut ids = Vec::new();
+        for label in 0..LABELS.len() {
+            for (slot, own) in &spans {
+                if self.live[slot].labels.contains(&label) {
+                    step.request.push(self.rid(*slot));
+                    step.label.push(self.labels[label]);
+                    step.span.push(own.len() as u32);
+                    ids.extend(own);
+                }
+            }
         }
         if ids.is_empty() {
             return;
@@ -288,39 +320,42 @@ impl Run {
             }
             Fate::Commit => {}
         }
-        let values: Vec<f32> = ids.iter().map(|&t| t as f32).collect();
-        self.cache.write(&step, filed, MAIN, &values);
         let plan = filed.open::<KvPlan>().unwrap();
-        let mut first = 0;
+        for group in plan.groups.iter() {
+            let own = group.first_token as usize..(group.first_token + group.num_tokens) as usize;
+            let values: Vec<f32> = ids[own].iter().map(|&t| t as f32).collect();
+            self.cache.write(&step, filed, group.label, &values);
+        }
+        for (slot, own) in &spans {
+            let Some(r) = self.live.get_mut(slot) else { continue };
+            let known = (r.tokens.len() - r.len).min(own.len());
+            r.tokens.extend(&own[known..]);
+            r.len += own.len();
+            for len in r.len - own.len()..=r.len {
+                self.computed.insert(r.tokens[..len].to_vec());
+            }
+        }
         for (row, &rid) in step.request.iter().enumerate() {
-            let span = step.span[row] as usize;
-            let own = &ids[first..first + span];
-            first += span;
-            let Some(r) = self.live.get_mut(&rid.slot).filter(|r| r.generation == rid.generation)
+            let Some(r) = self.live.get(&rid.slot).filter(|r| r.generation == rid.generation)
             else {
                 continue;
             };
-            let known = (r.tokens.len() - r.len).min(span);
-            r.tokens.extend(&own[known..]);
-            r.len += span;
             let read: Vec<u32> =
                 self.cache.history(plan, row).into_iter().map(|v| v as u32).collect();
-            assert_eq!(read, r.tokens[..r.len], "what {rid} reads");
-            for len in r.len - span..=r.len {
-                self.computed.insert(r.tokens[..len].to_vec());
-            }
+            assert_eq!(read, r.tokens[..r.len], "what {rid} reads under {:?}", step.label[row]);
         }
         self.cache.commit(&step).unwrap();
     }
 
     /// Pages that a step takes; what a stream holds follows from its length.
     fn need(&self, step: &Step) -> u64 {
-        let of = |(rid, span): (&resource_api::RequestId, &u32)| {
+        let of = |row: usize| {
+            let (rid, span) = (step.request[row], step.span[row]);
             let len = self.live[&rid.slot].len as u32;
-            let held = self.held(rid.slot).max(len.div_ceil(self.size));
+            let held = self.held(rid.slot, step.label[row]).max(len.div_ceil(self.size));
             u64::from((len + span).div_ceil(self.size).saturating_sub(held))
         };
-        step.request.iter().zip(&step.span).map(of).sum()
+        (0..step.span.len()).map(of).sum()
     }
 
     fn inspect(&self) -> Value {
@@ -328,11 +363,12 @@ impl Run {
     }
 
     /// A reset may leave pages with a stream.
-    fn held(&self, slot: u32) -> u32 {
+    fn held(&self, slot: u32, label: LabelId) -> u32 {
         let name = self.rid(slot).to_string();
+        let label = LABELS[self.labels.iter().position(|own| *own == label).unwrap()];
         let state = self.inspect();
         let streams = state["streams"].as_array().unwrap();
-        let own = streams.iter().find(|s| s["request"] == name.as_str());
+        let own = streams.iter().find(|s| s["request"] == name.as_str() && s["label"] == label);
         own.map_or(0, |s| s["pages"].as_u64().unwrap() as u32)
     }
 
@@ -341,10 +377,21 @@ impl Run {
         let Some(r) = self.live.get_mut(&slot) else { return };
         // Before what was said of the prompt only a reset goes.
         if (len as usize) < r.len && r.found == 0 {
-            match self.cache.kv.correct_len(rid, MAIN, len) {
-                Ok(()) => r.len = len as usize,
-                Err(e) if r.away => assert!(e.message().contains("off the device"), "{e}"),
-                Err(e) => assert!(e.message().contains("no page is free"), "{e}"),
+            let before = r.len;
+            for (nth, &label) in r.labels.iter().enumerate() {
+                match self.cache.kv.correct_len(rid, self.labels[label], len) {
+                    Ok(()) => r.len = len as usize,
+                    Err(e) if r.away => assert!(e.message().contains("off the device"), "{e}"),
+                    Err(e) => {
+                        assert!(e.message().contains("no page is free"), "{e}");
+                        // Its streams are not alike any more.
+                        if nth > 0 && before != r.len {
+                            self.cache.resource.remove_request(rid).unwrap();
+                            self.live.remove(&slot);
+                        }
+                        return;
+                    }
+                }
             }
         }
     }
@@ -352,7 +399,10 @@ impl Run {
     fn check(&self) {
         self.cache.conserved();
         for (&slot, r) in &self.live {
-            assert_eq!(self.cache.kv.stream_len(self.rid(slot), MAIN).unwrap() as usize, r.len);
+            for &label in r.labels {
+                let len = self.cache.kv.stream_len(self.rid(slot), self.labels[label]).unwrap();
+                assert_eq!(len as usize, r.len, "{slot} under {}", LABELS[label]);
+            }
         }
         let state = self.inspect();
         let pages = |name: &str| state["pages"][name].as_u64().unwrap();

@@ -6,9 +6,9 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use resource_api::{
     AdmitOutcome, Capability, EngineResourceInfo, HostServices, HostServicesHandle, KvFacts,
     KvPlan, LabelId, MAX_SLOTS, NodeId, NodeResourceSpec, Plan, PlanSlots, PositionStepOptions,
-    PositionsHandle, PositionsPlan, PrefixInputs, PrefixWalk, PublishedInfo, RequestId,
-    RequestOverrides, Resource, ResourceError, ResourceKey, ResourceKind, ResourceStep, Result,
-    StepContext, TensorViewMut, Turning, WalkId,
+    PositionsHandle, PositionsPlan, PrefixInputs, PublishedInfo, RequestId, RequestOverrides,
+    Resource, ResourceError, ResourceKey, ResourceKind, ResourceStep, Result, StepContext,
+    TensorViewMut, Turning, WalkId,
 };
 
 use serde_json::json;
@@ -38,7 +38,6 @@ pub struct Positions {
     /// The plan of every used slot, for calls that hand out a part of it. A slot's plan stays at one
     /// address.
     planned: [OnceLock<Plan>; MAX_SLOTS],
-    prefix_walks: Mutex<Vec<PrefixWalk>>,
     /// Next positions of the streams of sessions.
     sessions: Mutex<HashMap<String, Vec<(LabelId, u32)>>>,
     /// Where the engine runs on a CUDA device.
@@ -93,7 +92,6 @@ impl ResourceKind for Positions {
             counters: Counters::default(),
             plans: PlanSlots::new(),
             planned: [const { OnceLock::new() }; MAX_SLOTS],
-            prefix_walks: Mutex::default(),
             sessions: Mutex::default(),
             host: info.host.clone(),
             kv_cache: settings.kv_cache,
@@ -107,12 +105,6 @@ impl ResourceKind for Positions {
 }
 
 impl Positions {
-    /// The stream that a walk with a cached prefix writes.
-    fn prefix_label(&self, walk: WalkId) -> LabelId {
-        let walks = self.prefix_walks.lock().unwrap_or_else(PoisonError::into_inner);
-        walks.iter().find(|w| w.write == walk).map_or(LabelId::MAIN, |w| w.label)
-    }
-
     /// Turns the queries and keys of a label's group by the frequencies of all layers, or of the local
     /// ones.
     /// What turns the layers that turn otherwise, if this is one.
@@ -250,11 +242,6 @@ impl Resource for Positions {
         Some(bytes)
     }
 
-    fn enable_prefix_cache(&self, _root: &[u8], walks: Vec<PrefixWalk>) -> Result<bool> {
-        *self.prefix_walks.lock().unwrap_or_else(PoisonError::into_inner) = walks;
-        Ok(false)
-    }
-
     fn ingest_request(&self, rid: RequestId, overrides: &RequestOverrides<'_>) -> Result<()> {
         overrides.refuse_any()?;
         match rid.is_padding() {
@@ -299,12 +286,12 @@ impl Resource for Positions {
         &self,
         rid: RequestId,
         _node: NodeId,
-        graph_walk: WalkId,
-        _inputs: &PrefixInputs<'_>,
+        _graph_walk: WalkId,
+        inputs: &PrefixInputs<'_>,
         matched_len: u32,
     ) -> Result<()> {
-        let label = self.prefix_label(graph_walk);
-        self.counters.edit().set(rid, label, matched_len);
+        let mut edit = self.counters.edit();
+        inputs.labels().iter().for_each(|&label| edit.set(rid, label, matched_len));
         Ok(())
     }
 

@@ -221,6 +221,12 @@ fn a_cached_prefix_is_where_a_sequence_starts() {
     let tokens = [1; 40];
     e.pos.apply_cached_prefix(A, NodeId(0), WalkId(0), &PrefixInputs::new(&tokens), 32).unwrap();
     assert_eq!(e.run(&Step::new(1, 0, &[(A, MAIN, 2)])), [32, 33]);
+    let (one, two) = (LabelId(1), LabelId(2));
+    let both = [one, two];
+    let inputs = PrefixInputs::new(&tokens).with_labels(&both);
+    e.pos.apply_cached_prefix(B, NodeId(0), WalkId(0), &inputs, 16).unwrap();
+    let of = |label| e.api.position(B, label).unwrap();
+    assert_eq!([of(one), of(two), of(MAIN)], [16, 16, 0], "the streams that begin with it");
     let block = engine(json!({ "scheme": "block" }));
     assert!(!block.pos.prefix_skip_safe());
     assert_eq!(block.pos.resolve_cached_prefix(A, NodeId(0), WalkId(0)).unwrap(), Some(0));

@@ -4,9 +4,9 @@
 use std::time::Instant;
 
 use resource_api::{
-    NodeId, PrefixInputs, RequestId, RequestOverrides, Resource, ResourceError, WalkId,
+    LabelId, NodeId, PrefixInputs, RequestId, RequestOverrides, Resource, ResourceError, WalkId,
 };
-use serde_json::{Map, Value};
+use serde_json::{Map, Value, json};
 
 use super::{Engine, Relay};
 use crate::error::{Error, ErrorKind, Result};
@@ -60,7 +60,7 @@ impl Engine {
         // What is generated elsewhere takes no room here.
         let here = relay.after.map_or(max_tokens, |after| max_tokens.min(after.max(1)));
         if let Some(labels) = &labels {
-            self.tell_of_streams(&mut request, labels, here);
+            self.tell_of_streams(&mut request, labels);
         }
         if let Err(e) = self.ingest(rid, &request, here) {
             self.remove_from_resources(rid);
@@ -106,19 +106,17 @@ impl Engine {
         Ok(rid)
     }
 
-    /// Tells caches how many tokens go to each stream, where they go to others than `main` alone.
-    fn tell_of_streams(
-        &self,
-        request: &mut GenerateRequest,
-        labels: &StreamLabels,
-        max_tokens: u32,
-    ) {
-        let prompt = request.prompt.len() as u32;
-        // Nothing is computed of the last one.
-        let tokens: Vec<u32> = labels.tokens(prompt, max_tokens.saturating_sub(1)).collect();
+    /// Tells caches which streams its tokens go to, where that is not `main` alone.
+    fn tell_of_streams(&self, request: &mut GenerateRequest, labels: &StreamLabels) {
+        let name = |label: &LabelId| Value::from(self.services.labels.name(label.0));
+        let names = |labels: &[LabelId]| labels.iter().map(name).collect::<Value>();
+        let streams = json!({
+            "prompt": names(&labels.prefill),
+            "generated": names(&labels.decode),
+        });
         for entry in self.runner.resources().entries().iter().filter(|e| e.kind == CACHE_KIND) {
             let config = request.overrides.entry(entry.key.clone()).or_default();
-            config.insert("stream_tokens".into(), tokens.clone().into());
+            config.insert("labels".into(), streams.clone());
         }
     }
 
@@ -257,9 +255,8 @@ pub(super) fn skip_cached_prefix<'a>(
         return Ok(());
     }
     request.prefix_resolved = true;
-    // What is kept was written under `main`; the other streams would begin too late. And what is
-    // skipped gives no logits.
-    if request.labels.is_some() || request.prompt.is_some() {
+    // What is skipped gives no logits.
+    if request.prompt.is_some() {
         return Ok(());
     }
     let rid = request.rid;
@@ -280,8 +277,8 @@ pub(super) fn skip_cached_prefix<'a>(
     }
     // Who found more than all agree on, nothing perhaps, holds it until it is told.
     let Some(matched) = agreed.filter(|_| longest > 0) else { return Ok(()) };
-    let matched = matched.min(request.tokens.len() as u32 - 1);
-    let inputs = PrefixInputs::new(&request.tokens);
+    let matched = matched.min(request.most_to_skip() as u32);
+    let inputs = PrefixInputs::new(&request.tokens).with_labels(request.labels_at(0));
     for entry in own {
         let applied = entry.resource().apply_cached_prefix(rid, node, walk, &inputs, matched);
         applied.map_err(|e| within(entry, "apply_cached_prefix", e))?;
@@ -309,7 +306,6 @@ mod tests {
     use std::sync::Mutex;
 
     use resource_api::{Device, EngineResourceInfo, NodeResourceSpec, ResourceKind, kind};
-    use serde_json::json;
 
     use crate::registry::Registry;
     use crate::resources::{BuildInfo, Wanted};
