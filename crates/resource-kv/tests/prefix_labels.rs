@@ -259,7 +259,7 @@ fn a_copy_goes_on_with_the_chain_of_what_it_is_a_copy_of() {
             run.ingest(slot, end, &["main"], &["main"]);
             assert_eq!(run.resolve(slot), Some(8), "{end:?}");
             run.apply(slot, &[0], end, 8).unwrap();
-            assert_eq!(run.feed(slot, &[0], &end[8..]), [end.clone()]);
+            assert_eq!(run.feed(slot, &[0], &end[8..]), [&end[..]]);
         }
         // After a reset nothing is known of what is copied next.
         run.ingest(5, &prompt, &["main"], &["main"]);
@@ -322,7 +322,7 @@ fn streams_of_several_labels_leave_and_come_back_with_their_chains() {
     assert!(run.cache.resource.reload(rid(0)).unwrap());
     run.cache.conserved();
     let all = [&prompt[..], &[80, 81]].concat();
-    assert_eq!(run.feed(0, &[1], &all[7..]), [all.clone()]);
+    assert_eq!(run.feed(0, &[1], &all[7..]), [&all[..]]);
     run.end(0);
     run.ingest(1, &all, &["main"], &["main"]);
     assert_eq!(run.resolve(1), Some(8), "a page that became whole after it was back");
