@@ -12,6 +12,8 @@ use std::io::{self, Write};
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
+use std::thread;
+use std::time::Duration;
 
 use rustix::fs::{MemfdFlags, SealFlags};
 use rustix::io::Errno;
@@ -122,8 +124,7 @@ pub fn check_file(
     let (file, sha256) = match sealed_memory(&name) {
         Some(copy) => {
             let sha256 = digest(&file, |bytes| (&copy).write_all(bytes)).map_err(unread)?;
-            let seals = SealFlags::WRITE | SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL;
-            rustix::fs::fcntl_add_seals(&copy, seals).map_err(|e| unread(e.into()))?;
+            seal(&copy).map_err(unread)?;
             (copy, sha256)
         }
         None => {
@@ -157,6 +158,21 @@ fn sealed_memory(name: &str) -> Option<File> {
 }
 
 const MEMORY_NAME_CHARACTERS: usize = 50;
+
+/// Keeps everyone from changing `memory` from now on.
+fn seal(memory: &File) -> io::Result<()> {
+    let seals = SealFlags::WRITE | SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL;
+    /// The system itself holds pages for moments, to move them or to see whether they are used, and then says
+    /// that they are busy; nobody else has the memory.
+    const TRIES: u32 = 50;
+    let mut tries = 0..TRIES;
+    loop {
+        match rustix::fs::fcntl_add_seals(memory, seals) {
+            Err(Errno::BUSY) if tries.next().is_some() => thread::sleep(Duration::from_millis(20)),
+            done => return Ok(done?),
+        }
+    }
+}
 
 /// Digest of the whole file, whose pieces also go to `copy`.
 fn digest(file: &File, mut copy: impl FnMut(&[u8]) -> io::Result<()>) -> io::Result<Sha256Digest> {

@@ -155,7 +155,10 @@ fn a_file_that_is_cut_or_replaced_while_it_is_used_costs_what_it_held() {
         assert_eq!(ids(&lines(&printed)), ids(&want), "cut: {cut}");
         let (output, again) = files.generate(&prompts);
         match cut {
-            true => assert_eq!(ids(&again), ids(&want)),
+            true => {
+                assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+                assert_eq!(ids(&again), ids(&want));
+            }
             false => {
                 let told = String::from_utf8_lossy(&output.stderr);
                 assert!(
