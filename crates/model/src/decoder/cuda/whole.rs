@@ -85,6 +85,9 @@ impl Pass<'_> {
     /// nothing done, where the step or what the resources would do is more than the kernel knows.
     pub(super) fn compute_whole(&self, tokens: usize, buffers: &mut Buffers) -> Result<bool> {
         let decoder = self.decoder;
+        if !buffers.layout.is_one_token_each {
+            return Ok(false);
+        }
         let Some(whole) = decoder.whole_for(tokens) else { return Ok(false) };
         let Some(described) = self.describe(tokens, buffers)? else { return Ok(false) };
         let Described { attending, turning, places, layer_stride } = described;
