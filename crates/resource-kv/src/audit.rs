@@ -10,11 +10,13 @@ use crate::state::{Shared, State};
 use crate::stream::StreamId;
 
 impl State {
-    /// The state for tools. Labels are ids; `label_name` gives their names.
+    /// The state for tools. Labels are ids; `label_name` gives their names. `published` is what
+    /// [`crate::handover::Transfer::usage`] says.
     pub(crate) fn inspect(
         &self,
         shared: &Shared,
         label_name: impl Fn(resource_api::LabelId) -> String,
+        published: Option<(usize, usize)>,
     ) -> Value {
         let facts = &shared.facts;
         let streams: Vec<Value> = self
@@ -69,7 +71,7 @@ impl State {
             "away": self.journeys.len(),
             "sessions": self.sessions.len(),
             "quarantined": self.handovers.quarantined(),
-            "published": shared.transfer.as_ref().and_then(|t| t.usage()).map(|(free, leases)| {
+            "published": published.map(|(free, leases)| {
                 json!({ "pages_free": free, "leases": leases })
             }),
             "spilled": self.tiers.spilled,
@@ -90,7 +92,7 @@ impl State {
         let held = self.requests.iter().flat_map(|(_, s)| &s.pages);
         let copies = self.steps.iter().flat_map(|r| &r.copies).flat_map(|c| &c.pages);
         let leases = self.requests.chains().flat_map(|c| &c.lease);
-        let away = self.journeys.pages().chain(self.sessions.pages());
+        let away = self.journeys.pages().chain(self.sessions.pages()).chain(self.in_flight.pages());
         for &page in held.chain(copies).chain(leases).chain(away).chain(self.handovers.pages()) {
             *owners.entry(page).or_default() += 1;
         }
@@ -126,7 +128,8 @@ impl State {
             if indexed && self.pool.find(self.pool.key(page)) != Some(page) {
                 return fault(format!("page {page} is not found under its key"));
             }
-            if found > 1 && page != SINK && !self.pool.is_sealed(page) {
+            let is_pinned = || self.in_flight.pages().any(|&pinned| pinned == page);
+            if found > 1 && page != SINK && !self.pool.is_sealed(page) && !is_pinned() {
                 return fault(format!("page {page} is shared by {found} and not sealed"));
             }
         }

@@ -178,6 +178,20 @@ impl State {
         kept.into_iter().chain(held).max_by_key(|(_, part)| *part)
     }
 
+    /// Whether there is a page that begins like the one after so many pages of the stream; its key where
+    /// it has one.
+    pub(crate) fn similar_key(
+        &mut self,
+        shared: &Shared,
+        id: StreamId,
+        pages: usize,
+    ) -> Option<Option<Key>> {
+        match self.find_similar(shared, id, pages)?.0 {
+            Similar::Kept(key) => Some(Some(key)),
+            Similar::Held(_) => Some(None),
+        }
+    }
+
     /// What the page of a stream after the first `pages` has in common with `own`.
     fn find_in(
         &mut self,
@@ -228,13 +242,20 @@ impl State {
             Similar::Held(page) => page,
             Similar::Kept(key) => match self.pool.find(key) {
                 Some(page) => {
+                    let is_spare = self.pool.owners(page) == 0 && self.tiers.find(key).is_some();
                     // Making room below must not take it.
                     self.pool.retain(page);
+                    if is_spare && self.pool.ready() == 0 {
+                        // A tier has it, too: there is room for one, and that is the request's.
+                        self.pool.unseal(page);
+                        return Some(page);
+                    }
                     let copy = self.copy_of(shared, Similar::Held(page));
                     self.release(shared, &mut vec![page]);
                     return copy;
                 }
-                None => return self.read_back(shared, key),
+                // A tier may have it, and there was no room for it here.
+                None => return None,
             },
         };
         let to = self.take_one(shared)?;

@@ -104,7 +104,7 @@ impl KvCache for Kv {
 
     fn correct_len(&self, rid: RequestId, label: LabelId, len: u32) -> Result<()> {
         let id = StreamId { request: rid, label };
-        self.with_state(|state, shared| {
+        self.with_room(|state, shared| {
             let stream = state.idle_stream(id, "correct")?;
             if len > stream.len || len < stream.protected {
                 return Err(ResourceError::invalid(format!(

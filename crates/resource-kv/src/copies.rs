@@ -7,7 +7,7 @@ use resource_api::{ResourceError, Result};
 use crate::keys::Key;
 use crate::memory::KvMemory;
 use crate::state::Shared;
-use crate::tiers::{PageStore, Slot};
+use crate::tiers::{Fall, PageStore, Slot};
 
 /// A page of the pool, and the slot that it is copied to or from.
 #[derive(Debug)]
@@ -16,57 +16,66 @@ pub(crate) struct PageCopy {
     pub(crate) slot: Slot,
     pub(crate) key: Option<Key>,
     pub(crate) store: Arc<dyn PageStore>,
+    /// What has to leave the slot first.
+    pub(crate) fall: Option<Box<Fall>>,
 }
 
-/// A copy that failed, and the slot that is to blame.
-pub(crate) type Failed = (ResourceError, Slot);
+/// Where to pages are copied.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Way {
+    Out,
+    In,
+}
+
+/// The copies that failed, by their place, and why.
+pub(crate) type Failed = Vec<(usize, ResourceError)>;
 
 impl Shared {
-    /// Copies pages to their slots, several at a time, and returns when all are there.
-    pub(crate) fn copy_out(&self, copies: &[PageCopy]) -> Result<(), Failed> {
-        self.copy_all(copies, |copy| match (&*self.memory, copy.store.pinned(copy.slot.at)) {
-            (KvMemory::Cuda(memory), Some(mut pinned)) => {
-                memory.download_page(copy.page, &mut pinned)
-            }
-            (memory, pinned) => {
-                drop(pinned);
-                let put = &mut |page: &[u8]| copy.store.put(copy.slot.at, copy.key, page);
-                memory.read_page(copy.page, put)
-            }
-        })
+    /// Copies pages to their slots, several at a time, and returns when all are there. Needs no lock.
+    pub(crate) fn copy_out(&self, copies: &[PageCopy]) -> Failed {
+        self.copy_all(copies, Way::Out)
     }
 
-    /// Copies pages from their slots, several at a time, and returns when all are there.
-    pub(crate) fn copy_in(&self, copies: &[PageCopy]) -> Result<(), Failed> {
-        self.copy_all(copies, |copy| match (&*self.memory, copy.store.pinned(copy.slot.at)) {
-            (KvMemory::Cuda(memory), Some(mut pinned)) => {
-                memory.upload_page(&mut pinned, copy.page)
-            }
-            (memory, pinned) => {
-                drop(pinned);
-                let take = &mut |page: &[u8]| memory.write_page(copy.page, page);
-                copy.store.get(copy.slot.at, copy.key, take)
-            }
-        })
+    /// Copies pages from their slots, several at a time, and returns when all are there. Needs no lock.
+    pub(crate) fn copy_in(&self, copies: &[PageCopy]) -> Failed {
+        self.copy_all(copies, Way::In)
     }
 
-    fn copy_all(
-        &self,
-        copies: &[PageCopy],
-        one: impl Fn(&PageCopy) -> Result<()> + Sync,
-    ) -> Result<(), Failed> {
-        let Some(first) = copies.first() else { return Ok(()) };
-        let of_all = |e: ResourceError| (e, first.slot);
-        self.memory.begin_copies().map_err(of_all)?;
-        let failed = Mutex::new(None);
+    fn copy_all(&self, copies: &[PageCopy], way: Way) -> Failed {
+        let all = |e: ResourceError| (0..copies.len()).map(|at| (at, e.clone())).collect();
+        if copies.is_empty() {
+            return Failed::new();
+        }
+        if let Err(e) = self.memory.begin_copies() {
+            return all(e);
+        }
+        let failed = Mutex::new(Failed::new());
         self.host.run(copies.len() as u32, |at| {
-            let copy = &copies[at as usize];
-            if let Err(e) = one(copy) {
-                *failed.lock().unwrap_or_else(PoisonError::into_inner) = Some((e, copy.slot));
+            if let Err(e) = self.copy(&copies[at as usize], way) {
+                failed.lock().unwrap_or_else(PoisonError::into_inner).push((at as usize, e));
             }
         });
         // Also after a failure: the others are on their way.
-        let ended = self.memory.end_copies().map_err(of_all);
-        failed.into_inner().unwrap_or_else(PoisonError::into_inner).map_or(ended, Err)
+        match self.memory.end_copies() {
+            Ok(()) => failed.into_inner().unwrap_or_else(PoisonError::into_inner),
+            Err(e) => all(e),
+        }
+    }
+
+    fn copy(&self, copy: &PageCopy, way: Way) -> Result<()> {
+        let PageCopy { page, slot, key, ref store, ref fall } = *copy;
+        fall.iter().for_each(|fall| fall.copy());
+        if let KvMemory::Cuda(memory) = &*self.memory
+            && let Some(mut pinned) = store.pinned(slot.at)
+        {
+            return match way {
+                Way::Out => memory.download_page(page, &mut pinned),
+                Way::In => memory.upload_page(&mut pinned, page),
+            };
+        }
+        match way {
+            Way::Out => self.memory.read_page(page, &mut |bytes| store.put(slot.at, key, bytes)),
+            Way::In => store.get(slot.at, key, &mut |bytes| self.memory.write_page(page, bytes)),
+        }
     }
 }

@@ -1,11 +1,11 @@
-//! A request's streams for another worker, and those that come from one.
+//! How streams get to another worker, and those that come from one.
 //!
 //! What is published says where the pages of each stream are, not what is in them: they lie in a region
 //! that the other side reads by itself, under a lease. Pages that a read may still write to belong to
 //! nobody else until it has ended, also where its request has gone meanwhile.
 
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use resource_api::{
@@ -14,17 +14,17 @@ use resource_api::{
 };
 use serde::{Deserialize, Serialize};
 use transfer::{
-    Destination, Lease, Leases, PageRead, ReadId, ReadState, RemotePages, TransferEngine,
-    TransferError,
+    Address, Destination, Leases, PageRead, ReadId, ReadState, RemotePages, TransferEngine,
 };
 
 use crate::memory::KvMemory;
 use crate::resource::Kv;
+use crate::restore::Wanted;
 use crate::state::{Shared, State};
 use crate::stream::StreamId;
 
 /// Format of what is published: an entry per stream, named after its label, ordered by its length.
-const PUBLISHED: (&str, u32) = ("kv", 1);
+pub(crate) const PUBLISHED: (&str, u32) = ("kv", 1);
 
 /// How pages get to other workers and from them.
 #[derive(Debug)]
@@ -32,10 +32,12 @@ pub(crate) struct Transfer {
     engine: Arc<dyn TransferEngine>,
     /// Made when something is published for the first time.
     leases: Mutex<Option<Leases>>,
+    /// Where its region is, once it is made.
+    address: OnceLock<Address>,
     settings: TransferSettings,
     page_bytes: u64,
     /// What pages of another cache must be like to be those of this one.
-    layout: String,
+    pub(crate) layout: String,
 }
 
 /// What the settings say of transfers.
@@ -52,21 +54,21 @@ pub(crate) struct TransferSettings {
 /// What is published of a stream.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-struct PublishedStream {
-    len: u32,
-    released: u64,
-    protected: u32,
-    layout: String,
-    pages: RemotePages,
+pub(crate) struct PublishedStream {
+    pub(crate) len: u32,
+    pub(crate) released: u64,
+    pub(crate) protected: u32,
+    pub(crate) layout: String,
+    pub(crate) pages: RemotePages,
 }
 
 /// A stream as it was published last.
 #[derive(Debug)]
-struct Earlier {
-    label: LabelId,
-    len: u32,
-    generation: u64,
-    pages: RemotePages,
+pub(crate) struct Earlier {
+    pub(crate) label: LabelId,
+    pub(crate) len: u32,
+    pub(crate) generation: u64,
+    pub(crate) pages: RemotePages,
 }
 
 /// A stream that is being read.
@@ -92,7 +94,9 @@ struct Retrieval {
 /// What is published, and what arrives.
 #[derive(Debug, Default)]
 pub(crate) struct Handovers {
-    published: HashMap<RequestId, Vec<Earlier>>,
+    pub(crate) published: HashMap<RequestId, Vec<Earlier>>,
+    /// Requests whose pages are being copied to be published, and as what those are in flight.
+    pub(crate) publishing: Vec<(RequestId, u64)>,
     arriving: HashMap<RequestId, Retrieval>,
     /// Reads that have not ended, whose request has.
     orphans: Vec<Arrival>,
@@ -146,17 +150,24 @@ impl Transfer {
         let Some(wanted) = &info.transfer_engine_info else { return Ok(None) };
         let engine = transfer::engine(&wanted.engine, &wanted.endpoint)
             .map_err(|e| ResourceError::invalid(e.to_string()))?;
-        let leases = Mutex::default();
-        Ok(Some(Transfer { engine, leases, settings, page_bytes, layout }))
+        Ok(Some(Transfer {
+            engine,
+            leases: Mutex::default(),
+            address: OnceLock::new(),
+            settings,
+            page_bytes,
+            layout,
+        }))
     }
 
     /// Runs `f` with the leases, those that are over ended.
-    fn with_leases<R>(&self, f: impl FnOnce(&mut Leases) -> R) -> transfer::Result<R> {
+    pub(crate) fn with_leases<R>(&self, f: impl FnOnce(&mut Leases) -> R) -> transfer::Result<R> {
         let mut leases = self.leases.lock().unwrap_or_else(PoisonError::into_inner);
         let leases = match &mut *leases {
             Some(leases) => leases,
             none => {
                 let region = self.engine.register(self.page_bytes, self.settings.pages)?;
+                self.address.get_or_init(|| region.address().clone());
                 none.insert(Leases::new(region, self.page_bytes, self.settings.lease))
             }
         };
@@ -174,69 +185,31 @@ impl Transfer {
     }
 
     fn is_own(&self, pages: &RemotePages) -> bool {
-        let leases = self.leases.lock().unwrap_or_else(PoisonError::into_inner);
-        leases.as_ref().is_some_and(|leases| leases.address() == &pages.address)
+        self.address.get() == Some(&pages.address)
     }
 }
 
 impl State {
-    /// What another worker needs to go on with the request. The same again while nothing has changed and
-    /// the lease lasts.
-    ///
-    /// # Errors
-    /// `EXHAUSTED` where the region has no room.
-    fn publish_streams(
+    /// What the retrieval of a request will look for here.
+    fn wanted_by_retrieval(
         &mut self,
         shared: &Shared,
-        transfer: &Transfer,
         request: RequestId,
-    ) -> Result<Option<PublishedInfo>> {
-        if !self.requests.is_live(request) || self.journeys.is_away(request) {
-            return Ok(None);
+        info: &PublishedInfo,
+    ) -> Option<Wanted> {
+        shared.prefix.get()?;
+        let is_live = self.requests.is_live(request);
+        let has_begun =
+            !is_live || self.streams_of(request).any(|(_, s)| s.next_len() > 0 || s.in_flight > 0);
+        if has_begun || self.handovers.failed.contains_key(&request) {
+            return None;
         }
-        let earlier = self.handovers.published.remove(&request).unwrap_or_default();
-        let mut info = PublishedInfo::new(PUBLISHED.0, PUBLISHED.1);
-        let mut now = Vec::new();
-        for (id, stream) in self.streams_of(request).filter(|(_, s)| s.len > 0) {
-            let label = id.label;
-            let same = earlier
-                .iter()
-                .find(|e| (e.label, e.len, e.generation) == (label, stream.len, stream.generation));
-            let lasts = |e: &&Earlier| {
-                transfer.with_leases(|l| l.is_active(Lease(e.pages.lease))).unwrap_or(false)
-            };
-            let pages = match same.filter(lasts) {
-                Some(same) => same.pages.clone(),
-                None => {
-                    let held = &stream.pages[..shared.pages_for(stream.len) as usize];
-                    let offered = transfer.with_leases(|leases| {
-                        leases.offer(held.len(), Instant::now(), |at, put| {
-                            let mut put = |bytes: &[u8]| {
-                                put(bytes).map_err(|e| ResourceError::internal(e.to_string()))
-                            };
-                            let copied = shared.memory.read_page(held[at], &mut put);
-                            copied.map_err(|e| TransferError::Local(e.message().to_string()))
-                        })
-                    });
-                    offered.and_then(|offered| offered).map_err(exhausted)?
-                }
-            };
-            let (len, generation) = (stream.len, stream.generation);
-            let published = PublishedStream {
-                len,
-                released: stream.released,
-                protected: stream.protected,
-                layout: transfer.layout.clone(),
-                pages: pages.clone(),
-            };
-            let body = serde_json::to_vec(&published)
-                .map_err(|e| ResourceError::internal(e.to_string()))?;
-            info.set(&shared.host.label_name(label), u64::from(len), body);
-            now.push(Earlier { label, len, generation, pages });
-        }
-        let any = !now.is_empty();
-        self.handovers.published.insert(request, now);
-        Ok(any.then_some(info))
+        let label = |name: &str| shared.host.label_id(name);
+        let labels: Vec<LabelId> = info.entries().map(|(name, ..)| label(name)).collect();
+        let longest = info.entries().map(|(_, len, _)| len).max()?;
+        let longest = u32::try_from(longest).unwrap_or(u32::MAX);
+        let keys = self.longest(request, &labels, |chain| chain.keyed_pages(longest))?;
+        Some(Wanted { keys, streams: Vec::new() })
     }
 
     /// Begins to read what was published, or says how far that is.
@@ -374,8 +347,9 @@ impl State {
             return found;
         }
         chain.extend_links(whole);
-        let keys: Vec<_> = chain.keys(0, whole).collect();
-        self.lease_from_tiers(shared, &keys, &mut found);
+        let here = chain.keys(0, whole).map_while(|key| self.pool.find(key));
+        found.extend(here);
+        found.iter().for_each(|&page| self.pool.retain(page));
         found
     }
 
@@ -451,6 +425,7 @@ impl State {
     /// stay out of the pool until they have.
     pub(crate) fn forget_handover(&mut self, shared: &Shared, request: RequestId) {
         self.handovers.published.remove(&request);
+        self.handovers.publishing.retain(|(of, _)| *of != request);
         self.handovers.failed.remove(&request);
         self.cancel_retrieval(shared, request);
     }
@@ -485,18 +460,7 @@ impl State {
     }
 }
 
-fn exhausted(error: TransferError) -> ResourceError {
-    let kind = resource_api::ErrorKind::EXHAUSTED;
-    ResourceError::new(kind, format!("nothing can be published: {error}"))
-}
-
 impl Kv {
-    /// See [`resource_api::Resource::publish`].
-    pub(crate) fn publish_request(&self, request: RequestId) -> Result<Option<PublishedInfo>> {
-        let Some(transfer) = &self.shared.transfer else { return Ok(None) };
-        self.with_state(|state, shared| state.publish_streams(shared, transfer, request))
-    }
-
     /// See [`resource_api::Resource::admit_retrieve`].
     pub(crate) fn retrieve_request(
         &self,
@@ -512,7 +476,10 @@ impl Kv {
             let why = "this engine takes no state from others: `transfer` is not set in [engine]";
             return refused(request, why);
         };
-        self.with_state(|state, shared| state.retrieve(shared, transfer, request, info))
+        let wanted =
+            |state: &mut State, shared: &Shared| state.wanted_by_retrieval(shared, request, info);
+        self.with_pages(wanted, |_, _| ());
+        self.with_room(|state, shared| state.retrieve(shared, transfer, request, info))
     }
 }
 

@@ -176,7 +176,8 @@ impl State {
         found.iter().flatten().for_each(|&slot| self.tiers.hold(slot));
         let lacking = wanted.iter().zip(&found);
         let lacking = lacking.filter(|((_, p), slot)| slot.is_none() && is_own(&self.pool, *p));
-        if lacking.count() > self.tiers.room() {
+        let mut needed = lacking.count();
+        if needed > self.tiers.room() {
             found.iter().flatten().for_each(|&slot| self.tiers.let_go(slot));
             return None;
         }
@@ -187,9 +188,11 @@ impl State {
                 (false, _) => Place::Shared(page),
                 (true, Some(slot)) => Place::Slot(slot, key),
                 (true, None) => {
-                    let slot = self.tiers.take().expect("there is room for all of them");
+                    let (slot, fall) =
+                        self.tiers.take(needed).expect("there is room for all of them");
+                    needed -= 1;
                     let store = self.tiers.store(slot);
-                    copies.push(PageCopy { page, slot, key, store });
+                    copies.push(PageCopy { page, slot, key, store, fall });
                     Place::Slot(slot, key)
                 }
             };
@@ -225,23 +228,21 @@ impl State {
         Some(journey)
     }
 
-    /// Makes an offload final. Says how many pages came free: none where the copying failed or the
+    /// Makes an offload final. Says how many pages came free: none where a copy has failed or the
     /// request has gone meanwhile.
     ///
     /// # Errors
     /// That of the copying; the request is here as before.
-    fn finish_offload(
-        &mut self,
-        shared: &Shared,
-        moved: &Move,
-        copied: Result<(), Failed>,
-    ) -> Result<u64> {
-        if let Err(orphan) = self.journeys.is_current(moved.request, moved.id) {
+    fn finish_offload(&mut self, shared: &Shared, moved: &Move, failed: Failed) -> Result<u64> {
+        let falls = moved.copies.iter().filter_map(|copy| copy.fall.as_deref());
+        falls.for_each(|fall| self.tiers.fallen(fall));
+        if let Err(mut orphan) = self.journeys.is_current(moved.request, moved.id) {
             self.let_go_of_slots(&orphan);
+            self.release(shared, &mut orphan.pages);
             return Ok(0);
         }
-        if let Err((error, slot)) = copied {
-            self.tiers.failed(slot, &error);
+        if let Some((at, error)) = failed.into_iter().next() {
+            self.tiers.failed(moved.copies[at].slot, &error);
             if let Some(journey) = self.end_journey(moved.request) {
                 self.let_go_of_slots(&journey);
             }
@@ -325,7 +326,7 @@ impl State {
         let tiers = &self.tiers;
         let copies = copies.into_iter().filter_map(|(page, fresh)| {
             let (slot, key) = fresh?;
-            Some(PageCopy { page, slot, key, store: tiers.store(slot) })
+            Some(PageCopy { page, slot, key, store: tiers.store(slot), fall: None })
         });
         let copies = copies.collect();
         self.journeys.of.insert(request, journey);
@@ -363,19 +364,14 @@ impl State {
     /// # Errors
     /// That of the copying; the request stays away, and where a page is damaged it has to be computed
     /// again.
-    fn finish_reload(
-        &mut self,
-        shared: &Shared,
-        moved: &Move,
-        copied: Result<(), Failed>,
-    ) -> Result<bool> {
+    fn finish_reload(&mut self, shared: &Shared, moved: &Move, failed: Failed) -> Result<bool> {
         if let Err(mut orphan) = self.journeys.is_current(moved.request, moved.id) {
             self.let_go_of_slots(&orphan);
             self.release(shared, &mut orphan.pages);
             return Ok(false);
         }
-        if let Err((error, slot)) = copied {
-            self.tiers.forget(slot);
+        failed.iter().for_each(|&(at, _)| self.tiers.forget(moved.copies[at].slot));
+        if let Some((_, error)) = failed.into_iter().next() {
             let mut journey = self.journeys.of.remove(&moved.request).expect("found above");
             let is_shared = |place: &&Place| matches!(place, Place::Shared(_));
             let places = journey.streams.iter().flat_map(|(_, places)| places);
@@ -426,10 +422,21 @@ impl State {
             Way::Away => {
                 self.let_go_of_slots(&journey);
                 self.release(shared, &mut journey.pages);
+                return;
             }
-            // Contents are being copied: whoever does that gives back what it uses.
-            Way::Leaving | Way::Returning => self.journeys.orphans.push(journey),
+            // The streams are about to give up what is still read.
+            Way::Leaving => {
+                for (label, places) in &journey.streams {
+                    let stream = self.requests.get(StreamId { request, label: *label });
+                    let pages = stream.into_iter().flat_map(|s| &s.pages).zip(places);
+                    journey.pages.extend(pages.map(|(&page, _)| page));
+                }
+                journey.pages.iter().for_each(|&page| self.pool.pin(page));
+            }
+            Way::Returning => {}
         }
+        // Contents are being copied: whoever does that gives back what it uses.
+        self.journeys.orphans.push(journey);
     }
 
     fn let_go_of_slots(&mut self, journey: &Journey) {
@@ -446,8 +453,8 @@ impl Kv {
         else {
             return Ok(0);
         };
-        let copied = self.shared.copy_out(&moved.copies);
-        match self.with_state(|state, shared| state.finish_offload(shared, &moved, copied)) {
+        let failed = self.shared.copy_out(&moved.copies);
+        match self.with_state(|state, shared| state.finish_offload(shared, &moved, failed)) {
             Ok(freed) => {
                 self.shared.count("offloaded_pages", freed);
                 Ok(freed)
@@ -466,13 +473,13 @@ impl Kv {
         if !self.with_state(|state, _| state.journeys.is_away(request)) {
             return Ok(true);
         }
-        let Some(moved) = self.with_state(|state, shared| state.start_reload(shared, request))
+        let Some(moved) = self.with_room(|state, shared| state.start_reload(shared, request))
         else {
             return Ok(false);
         };
-        let copied = self.shared.copy_in(&moved.copies);
+        let failed = self.shared.copy_in(&moved.copies);
         let pages = moved.copies.len() as u64;
-        let back = self.with_state(|state, shared| state.finish_reload(shared, &moved, copied))?;
+        let back = self.with_state(|state, shared| state.finish_reload(shared, &moved, failed))?;
         self.shared.count("reloaded_pages", if back { pages } else { 0 });
         Ok(back)
     }

@@ -337,6 +337,40 @@ impl PagePool {
         fits
     }
 
+    /// Takes the `count` cached pages that were not used for the longest, or none, as [`PagePool::evict`]
+    /// would. They stay indexed, and [`PagePool::end_evict`] is to be called for each.
+    pub(crate) fn begin_evict(&mut self, count: u32, completed: u64) -> Option<Vec<u32>> {
+        let chosen: Vec<u32> = self.cached.iter(&self.pages).take(count as usize).collect();
+        let last = *chosen.get(count.checked_sub(1)? as usize)?;
+        if self.pages[last as usize].epoch > completed {
+            return None;
+        }
+        self.cached.remove_first(&mut self.pages, &chosen);
+        chosen.iter().for_each(|&page| self.pages[page as usize].owners.0 += 1);
+        Some(chosen)
+    }
+
+    /// Evicts a page that was taken for that, unless others have come to own it. Says whether it did.
+    pub(crate) fn end_evict(&mut self, page: u32, completed: u64) -> bool {
+        let mut owners = self.owned(page);
+        owners.0 -= 1;
+        self.pages[page as usize].owners = owners;
+        if owners.count() > 0 {
+            return false;
+        }
+        self.index.remove(self.pages[page as usize].key, page);
+        self.evictions += 1;
+        self.free(page, completed);
+        true
+    }
+
+    /// Adds an owner that only reads a page, which others may go on to write.
+    pub(crate) fn pin(&mut self, page: u32) {
+        let mut owners = self.owned(page);
+        owners.0 += 1;
+        self.pages[page as usize].owners = owners;
+    }
+
     /// The key of an indexed page.
     pub(crate) fn key(&self, page: u32) -> Key {
         self.pages[page as usize].key

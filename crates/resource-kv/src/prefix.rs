@@ -13,8 +13,9 @@ use resource_api::{
 
 use crate::chain::Chain;
 use crate::keys::{Key, Link, root};
+use crate::restore::Wanted;
 use crate::state::{PrefixUse, Shared, State};
-use crate::stream::{Requests, StreamId};
+use crate::stream::{Requests, Stream, StreamId};
 
 /// Pages looked up at a time: enough that their memory is waited for together.
 const BATCH: u32 = 32;
@@ -189,29 +190,48 @@ impl State {
                 break;
             }
         }
-        if (lease.len() as u32) < most && !self.tiers.is_empty() {
-            let missing: Vec<Key> = chain.keys(lease.len() as u32, most).collect();
-            self.lease_from_tiers(shared, &missing, &mut lease);
-        }
         let part = self.lease_part(shared, id, &mut lease);
         let Some(chain) = self.requests.chain_of(id) else { return 0 };
         (chain.lease, chain.part) = (lease, part);
         chain.leased()
     }
 
-    /// Goes on with a lease for as long as the pool or a tier has the pages with these keys.
-    pub(crate) fn lease_from_tiers(&mut self, shared: &Shared, keys: &[Key], lease: &mut Vec<u32>) {
-        for &key in keys {
-            let page = match self.pool.find(key) {
-                Some(page) => {
-                    self.pool.retain(page);
-                    Some(page)
-                }
-                None => self.restore(shared, key),
-            };
-            let Some(page) = page else { break };
-            lease.push(page);
+    /// What [`State::resolve`] will ask for, where it looks anything up.
+    pub(crate) fn wanted_by_lookup(
+        &mut self,
+        shared: &Shared,
+        request: RequestId,
+        walk: WalkId,
+    ) -> Option<Wanted> {
+        shared.prefix.get().filter(|p| p.covers(walk))?;
+        let labels = self.prompt_labels(request);
+        let is_new = |(_, s): (StreamId, &Stream)| s.next_len() == 0 && s.in_flight == 0;
+        let is_asked = labels.is_empty() || !self.requests.has_no_lease(request);
+        if is_asked || !self.streams_of(request).all(is_new) {
+            return None;
         }
+        let keys = self.longest(request, &labels, Chain::skippable_pages)?;
+        let streams = labels.into_iter().map(|label| StreamId { request, label }).collect();
+        Some(Wanted { keys, streams })
+    }
+
+    /// The keys of the longest of a request's streams. They begin with those of the others.
+    pub(crate) fn longest(
+        &mut self,
+        request: RequestId,
+        labels: &[LabelId],
+        pages: impl Fn(&Chain) -> u32,
+    ) -> Option<Vec<Key>> {
+        let mut most: Option<Vec<Key>> = None;
+        for &label in labels {
+            let Some(chain) = self.requests.chain_of(StreamId { request, label }) else { continue };
+            let pages = pages(chain);
+            if most.as_ref().is_none_or(|most| most.len() < pages as usize) {
+                chain.extend_links(pages);
+                most = Some(chain.keys(0, pages).collect());
+            }
+        }
+        most
     }
 
     /// Makes the first `matched` cached tokens the beginning of the streams that the inputs name and
@@ -239,6 +259,10 @@ impl State {
             })
         });
         own.rev().flatten().for_each(|page| self.pool.put_back(page));
+        if applied.is_err() && self.waits_for_room() {
+            // It is called again, with the leases.
+            return applied;
+        }
         self.return_leases(shared, request);
         applied
     }

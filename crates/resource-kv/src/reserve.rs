@@ -79,7 +79,7 @@ impl State {
         }
         if let Some(id) = need.short_at {
             while !self.evict_for(shared, need.pages.saturating_sub(self.pool.ready().into())) {
-                if !self.drop_oldest_session(shared) {
+                if self.waits_for_room() || !self.drop_oldest_session(shared) {
                     return Err(self.refuse(&need, id));
                 }
             }
@@ -103,7 +103,7 @@ impl State {
 
     /// The answer to a step whose pages are not there.
     fn refuse(&self, need: &Need, id: StreamId) -> Refusal {
-        if need.pages <= u64::from(self.pool.unowned()) {
+        if need.pages <= u64::from(self.pool.unowned() + self.in_flight.leaving()) {
             let reason = FailureReason::ADMISSION_DEFERRED;
             let outcome = AdmitOutcome::refused(reason, id.request, id.label);
             let why = "the step's pages are free once the steps now running have completed";

@@ -128,7 +128,9 @@ impl Resource for Kv {
 
     fn inspect(&self) -> String {
         let name = |label| self.shared.host.label_name(label);
-        self.with_state(|state, shared| state.inspect(shared, name)).to_string()
+        // Before the lock is taken: whoever publishes may be at it.
+        let published = self.shared.transfer.as_ref().and_then(|t| t.usage());
+        self.with_state(|state, shared| state.inspect(shared, name, published)).to_string()
     }
 
     fn prefix_skip_safe(&self) -> bool {
@@ -181,7 +183,7 @@ impl Resource for Kv {
         self.with_state(|state, shared| state.ingest(shared, rid, overrides, streams))
     }
 
-    /// Pages are copied where other workers read them, under the cache's lock.
+    /// Pages are copied where other workers read them.
     fn publish(&self, rid: RequestId) -> Result<Option<PublishedInfo>> {
         self.publish_request(rid)
     }
@@ -205,9 +207,11 @@ impl Resource for Kv {
         if self.shared.prefix.get().is_none() {
             return Ok(None);
         }
-        let (found, evictions) = self.with_state(|state, shared| {
+        let resolve = |state: &mut State, shared: &Shared| {
             (state.resolve(shared, rid, walk), std::mem::take(&mut state.untold_evictions))
-        });
+        };
+        let wanted = |state: &mut State, shared: &Shared| state.wanted_by_lookup(shared, rid, walk);
+        let (found, evictions) = self.with_pages(wanted, resolve);
         self.shared.count("prefix_lookups", 1);
         self.shared.count("prefix_hit_tokens", found.unwrap_or(0).into());
         self.shared.count("prefix_evictions", evictions);
@@ -226,7 +230,7 @@ impl Resource for Kv {
         if rid.is_padding() {
             return Ok(());
         }
-        self.with_state(|state, shared| state.apply(shared, rid, inputs, matched))
+        self.with_room(|state, shared| state.apply(shared, rid, inputs, matched))
     }
 
     fn extend_prefix_chain(
@@ -298,7 +302,7 @@ impl Resource for Kv {
 
     fn adopt_session(&self, rid: RequestId, session: &str, len: u32) -> Result<Option<u32>> {
         let adopted =
-            self.with_state(|state, shared| state.adopt_session(shared, rid, session, len))?;
+            self.with_room(|state, shared| state.adopt_session(shared, rid, session, len))?;
         Ok(Some(adopted.unwrap_or(0)))
     }
 
@@ -309,7 +313,7 @@ impl Resource for Kv {
 
     fn admit(&self, step: &ResourceStep<'_>, ctx: &StepContext<'_>) -> Result<AdmitOutcome> {
         self.shared.memory.follow(ctx)?;
-        self.with_state(|state, shared| state.admit(shared, step, ctx))
+        self.with_room(|state, shared| state.admit(shared, step, ctx))
     }
 
     fn rollback_admit(&self, _step: &ResourceStep<'_>, ctx: &StepContext<'_>) -> Result<()> {

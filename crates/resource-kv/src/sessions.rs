@@ -82,7 +82,8 @@ impl State {
     /// many tokens of `main` the request has then; `None` for a session that is not here.
     ///
     /// # Errors
-    /// `WRONG_STATE` for a request that has begun; the session stays.
+    /// `WRONG_STATE` for a request that has begun, `EXHAUSTED` where a page must be copied and none is free; the
+    /// session stays.
     pub(crate) fn adopt_session(
         &mut self,
         shared: &Shared,
@@ -100,6 +101,12 @@ impl State {
             return Err(ResourceError::wrong_state(format!(
                 "request {request} has begun, and cannot go on with session {name:?}"
             )));
+        }
+        // Where it is cut within a page that others share it needs one of its own, for which there may have to
+        // be made room first.
+        if !self.tiers.is_empty() && self.is_cut_in_shared_page(name, len) {
+            let page = self.take_one(shared).ok_or_else(|| crate::prefix::no_page(request))?;
+            self.pool.put_back(page);
         }
         let Some(session) = self.sessions.of.remove(name) else { return Ok(None) };
         let mut whole = Vec::new();
@@ -131,6 +138,16 @@ impl State {
         }
         self.index_ended();
         Ok(Some(held.min(len)))
+    }
+
+    /// Whether the page in which a session's `main` has its first `len` tokens end has other owners.
+    fn is_cut_in_shared_page(&self, name: &str, len: u32) -> bool {
+        let streams = self.sessions.of.get(name).into_iter().flat_map(|session| &session.streams);
+        let mut main =
+            streams.filter(|(label, stream)| *label == LabelId::MAIN && len < stream.len);
+        let page = |stream: &Stream| stream.pages.get((len / self.page_size) as usize).copied();
+        !len.is_multiple_of(self.page_size)
+            && main.any(|(_, s)| page(s).is_some_and(|page| self.pool.owners(page) > 1))
     }
 
     /// Forgets a session; its pages come free.

@@ -20,6 +20,7 @@ use crate::pool::PagePool;
 use crate::prefix::Prefix;
 use crate::seats::Seats;
 use crate::sessions::Sessions;
+use crate::spill::InFlight;
 use crate::step::StepRecord;
 use crate::stream::{MAX_REQUESTS, Requests, StreamId};
 use crate::tiers::Tiers;
@@ -118,6 +119,10 @@ pub(crate) struct State {
     pub(crate) tiers: Tiers,
     /// Requests whose pages are there.
     pub(crate) journeys: Journeys,
+    /// What is being copied without the lock.
+    pub(crate) in_flight: InFlight,
+    /// Pages that the call that runs lacks, and that cached ones will make; see [`State::make_ready`].
+    pub(crate) wanted_room: u32,
     /// What is published, and what arrives.
     pub(crate) handovers: Handovers,
     /// Streams without a request.
@@ -151,6 +156,8 @@ impl State {
             untold_evictions: 0,
             tiers: Tiers::default(),
             journeys: Journeys::default(),
+            in_flight: InFlight::default(),
+            wanted_room: 0,
             handovers: Handovers::default(),
             sessions: Sessions::default(),
             page_size: facts.page_size,

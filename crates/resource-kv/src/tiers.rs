@@ -5,6 +5,7 @@
 //! for falls to the one below. Contents under a key never change, so a page may be in several tiers.
 
 mod disk;
+mod fall;
 mod memory;
 mod origins;
 mod pinned;
@@ -18,6 +19,7 @@ use device::cuda::PinnedBuffer;
 use resource_api::{ErrorKind, ResourceError, Result};
 
 pub(crate) use self::disk::DiskStore;
+pub(crate) use self::fall::Fall;
 pub(crate) use self::memory::MemoryStore;
 pub(crate) use self::origins::{Origin, Origins};
 pub(crate) use self::pinned::PinnedStore;
@@ -46,6 +48,11 @@ pub(crate) trait PageStore: Send + Sync + fmt::Debug {
     fn pinned(&self, _slot: u32) -> Option<MutexGuard<'_, PinnedBuffer<u8>>> {
         None
     }
+}
+
+/// The refusal of a store.
+fn no_slot(slot: u32) -> ResourceError {
+    ResourceError::internal(format!("the host pool has no slot {slot}"))
 }
 
 /// A slot of a tier.
@@ -225,6 +232,8 @@ impl Tier {
 #[derive(Debug, Default)]
 pub(crate) struct Tiers {
     tiers: Vec<Tier>,
+    /// Slots that copies in flight hold.
+    in_flight: Vec<Slot>,
     /// Pages that could not be kept or were damaged.
     pub(crate) failures: u64,
     /// Why a page could not be kept, until somebody is told; and whether somebody was since one was kept.
@@ -311,40 +320,49 @@ impl Tiers {
         }
     }
 
-    /// A slot for one holder, of the uppermost tier that has room.
-    pub(crate) fn take(&mut self) -> Option<Slot> {
+    /// A slot for one holder, of the uppermost tier that has room, and what has to leave it first; nothing
+    /// does that would take the room of so many in all.
+    pub(crate) fn take(&mut self, needed: usize) -> Option<(Slot, Option<Box<Fall>>)> {
         let tier = (0..self.tiers.len()).find(|&tier| self.tiers[tier].room() > 0)?;
-        self.take_in(tier)
+        let spare = self.room().saturating_sub(needed);
+        self.take_in(tier, spare)
     }
 
-    /// Keeps a page for its key, unless a tier has it; `read` hands out its contents.
-    pub(crate) fn keep(
-        &mut self,
-        key: Key,
-        read: impl FnOnce(&mut dyn FnMut(&[u8]) -> Result<()>) -> Result<()>,
-    ) {
-        match self.find(key) {
-            Some(slot) => self.touch(slot),
-            None => self.keep_in(0, key, read),
+    /// A slot for a page under its key, unless a tier has it: that one counts as used just now.
+    /// [`Tiers::kept`] ends it.
+    pub(crate) fn take_for(&mut self, key: Key) -> Option<(Slot, Option<Box<Fall>>)> {
+        if let Some(slot) = self.find(key) {
+            self.touch(slot);
+            return None;
         }
+        let (slot, fall) = self.take(1)?;
+        self.in_flight.push(slot);
+        Some((slot, fall))
     }
 
-    fn keep_in(
-        &mut self,
-        tier: usize,
-        key: Key,
-        read: impl FnOnce(&mut dyn FnMut(&[u8]) -> Result<()>) -> Result<()>,
-    ) {
-        let Some(slot) = self.take_in(tier) else { return };
-        let store = self.store(slot);
-        match read(&mut |page| store.put(slot.at, Some(key), page)) {
-            Ok(()) => {
+    /// Notes that a page has come to the slot that was taken for it, or why not.
+    pub(crate) fn kept(&mut self, slot: Slot, key: Key, failed: Option<&ResourceError>) {
+        match failed {
+            None => {
                 self.fill(slot, Some(key));
                 self.spilled += 1;
                 self.is_told = false;
             }
-            Err(e) => self.failed(slot, &e),
+            Some(e) => self.failed(slot, e),
         }
+        self.let_land(slot);
+    }
+
+    /// Holds a slot for a copy in flight.
+    pub(crate) fn hold_in_flight(&mut self, slot: Slot) {
+        self.hold(slot);
+        self.in_flight.push(slot);
+    }
+
+    /// Ends a copy's hold.
+    pub(crate) fn let_land(&mut self, slot: Slot) {
+        let at = self.in_flight.iter().position(|held| *held == slot);
+        self.in_flight.swap_remove(at.expect("a copy holds its slot"));
         self.let_go(slot);
     }
 
@@ -364,31 +382,23 @@ impl Tiers {
         self.trouble.take()
     }
 
-    /// A slot of a tier for one holder; what had to go for it falls to the next tier.
-    fn take_in(&mut self, tier: usize) -> Option<Slot> {
+    /// A slot of a tier for one holder; what had to go for it falls to the next tier, for which there are so
+    /// many slots to spare.
+    fn take_in(&mut self, tier: usize, spare: usize) -> Option<(Slot, Option<Box<Fall>>)> {
         let from = &mut self.tiers[tier];
         let reuse = from.reuse > 0 && !from.idle.is_empty();
         from.reuse = from.reuse.saturating_sub(1);
-        let at = match if reuse { None } else { from.free.pop() } {
-            Some(at) => at,
+        let (at, fall) = match if reuse { None } else { from.free.pop() } {
+            Some(at) => (at, None),
             None => {
                 let (_, &at) = self.tiers[tier].idle.first_key_value()?;
-                self.drop_down(tier, at);
+                let fall = self.drop_down(tier, at, spare);
                 self.tiers[tier].forget(at);
-                self.tiers[tier].free.pop()?
+                (self.tiers[tier].free.pop()?, fall)
             }
         };
         self.tiers[tier].records[at as usize].holders = 1;
-        Some(Slot { tier, at })
-    }
-
-    /// Copies an idle page to the tier below.
-    fn drop_down(&mut self, tier: usize, at: u32) {
-        let (from, below) = (self.store(Slot { tier, at }), tier + 1);
-        let Some(key) = self.tiers[tier].records[at as usize].key else { return };
-        if self.tiers.get(below).is_some_and(|t| !t.is_known(key)) {
-            self.keep_in(below, key, |take| from.get(at, Some(key), take));
-        }
+        Some((Slot { tier, at }, fall))
     }
 
     /// (name, use) of each tier.
@@ -399,6 +409,7 @@ impl Tiers {
     /// Checks that every slot is free, idle, or held by as many as it counts.
     pub(crate) fn check(&self, held: impl Iterator<Item = Slot>) -> Result<()> {
         let mut holds = vec![HashMap::new(); self.tiers.len()];
+        let held = held.chain(self.in_flight.iter().copied());
         held.for_each(|slot| *holds[slot.tier].entry(slot.at).or_insert(0) += 1);
         self.tiers.iter().zip(&holds).try_for_each(|(tier, holds)| tier.check(holds))
     }

@@ -7,7 +7,7 @@ use resource_api::{
     Device, FailureReason, NodeResourceSpec, RequestOverrides, Resource, ResourceKind,
     TransferEngineInfo,
 };
-use transfer::{InProcess, Region};
+use transfer::{InProcess, Region, TransferError};
 
 use super::*;
 

@@ -4,7 +4,7 @@ use std::sync::{Mutex, PoisonError};
 
 use resource_api::{ResourceError, Result};
 
-use super::PageStore;
+use super::{PageStore, no_slot};
 use crate::keys::Key;
 
 /// Host memory for pages, allocated where it is first used.
@@ -19,8 +19,7 @@ impl MemoryStore {
     }
 
     fn slot(&self, slot: u32) -> Result<&Mutex<Vec<u8>>> {
-        let found = self.slots.get(slot as usize);
-        found.ok_or_else(|| ResourceError::internal(format!("the host pool has no slot {slot}")))
+        self.slots.get(slot as usize).ok_or_else(|| no_slot(slot))
     }
 }
 

@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use device::cuda::{Context, PinnedBuffer};
 use resource_api::{ResourceError, Result};
 
-use super::PageStore;
+use super::{PageStore, no_slot};
 use crate::keys::Key;
 
 /// Host memory for pages, all of it locked when it is made: that is slow, and no step waits for it.
@@ -23,8 +23,7 @@ impl PinnedStore {
     }
 
     fn slot(&self, slot: u32) -> Result<MutexGuard<'_, PinnedBuffer<u8>>> {
-        self.pinned(slot)
-            .ok_or_else(|| ResourceError::internal(format!("the host pool has no slot {slot}")))
+        self.pinned(slot).ok_or_else(|| no_slot(slot))
     }
 }
 

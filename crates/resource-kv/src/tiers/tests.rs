@@ -18,7 +18,14 @@ fn disk(path: &std::path::Path, slots: u32) -> Tier {
 }
 
 fn keep(tiers: &mut Tiers, n: u8) {
-    tiers.keep(n.into(), |take| take(&page(n)));
+    let key = n.into();
+    if let Some((slot, fall)) = tiers.take_for(key) {
+        tiers.check(std::iter::empty()).unwrap();
+        fall.iter().for_each(|fall| fall.copy());
+        let put = tiers.store(slot).put(slot.at, Some(key), &page(n));
+        fall.iter().for_each(|fall| tiers.fallen(fall));
+        tiers.kept(slot, key, put.err().as_ref());
+    }
     tiers.check(std::iter::empty()).unwrap();
 }
 
@@ -58,11 +65,11 @@ fn held_slots_are_not_given_to_others() {
     keep(&mut tiers, 1);
     let first = tiers.find(1).unwrap();
     tiers.hold(first);
-    let second = tiers.take().unwrap();
-    assert_eq!((tiers.take(), tiers.room()), (None, 0));
+    let (second, _) = tiers.take(1).unwrap();
+    assert!(tiers.take(1).is_none() && tiers.room() == 0);
     tiers.check([first, second].into_iter()).unwrap();
     assert!(tiers.check([first].into_iter()).is_err(), "a slot too many is held");
-    tiers.keep(2, |take| take(&page(2)));
+    assert!(tiers.take_for(2).is_none());
     assert_eq!(read(&tiers, 2), None);
     tiers.let_go(first);
     tiers.let_go(second);
@@ -79,7 +86,8 @@ fn a_file_serves_what_it_held_before() {
         keep(&mut tiers, n);
     }
     // A page of a request, which nobody asks for again.
-    let own = tiers.take().unwrap();
+    let (own, fall) = tiers.take(1).unwrap();
+    fall.iter().for_each(|fall| fall.copy());
     tiers.store(own).put(own.at, None, &page(9)).unwrap();
     drop(tiers);
     let mut tiers = Tiers::new(vec![disk(&path, 3)]);
