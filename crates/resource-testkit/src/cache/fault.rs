@@ -29,6 +29,7 @@ faults! {
     WrongTail: "A hit is recorded one page too long.",
     PartWhole: "Of a page that a prompt has in common in part, all tokens count as found.",
     PartAliases: "Where prompts part within a page, the later one goes on in the page of the other.",
+    EndKept: "The page in which a prompt ends is kept when its request goes, and counts as used.",
     FoundAway: "A request that is off the device without tokens is looked up all the same.",
     SkippedRollback: "rollback_admit does nothing.",
     RefusedKeeps: "A refused step keeps the pages that it got so far.",

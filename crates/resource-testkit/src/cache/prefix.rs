@@ -23,6 +23,18 @@ impl State {
         }
     }
 
+    /// Keeps the page in which a prompt ends where it is not whole, as if somebody had it.
+    pub(super) fn keep_end(&mut self, id: StreamId, stream: &Stream) {
+        let prompt = self.requests.get(&id.0.slot).map(|request| request.prompt.len());
+        let ends = prompt == Some(stream.len as usize) && !stream.len.is_multiple_of(self.size);
+        let last = stream.len.div_ceil(self.size).checked_sub(1);
+        let page = last.and_then(|last| stream.pages.get(last as usize));
+        if let Some(&page) = page.filter(|_| ends && id.1 == LabelId::MAIN && self.index.is_some())
+        {
+            self.owners[page as usize] += 1;
+        }
+    }
+
     /// How much of its prompt is there, held for the request from now on.
     pub(super) fn probe(&mut self, rid: RequestId) -> Option<u32> {
         let has_begun = self.streams.get(&(rid, LabelId::MAIN)).is_some_and(|s| s.len > 0);

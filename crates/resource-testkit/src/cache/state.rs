@@ -197,6 +197,9 @@ impl State {
         let own: Vec<StreamId> = self.streams.keys().filter(|id| id.0 == rid).copied().collect();
         for id in own {
             let mut stream = std::mem::take(self.streams.entry(id).or_default());
+            if free && self.has(Fault::EndKept) {
+                self.keep_end(id, &stream);
+            }
             if self.has(Fault::PrematureFree) {
                 self.release(&stream.pages.clone());
             }
