@@ -192,6 +192,16 @@ fn handed_over(lease: &str) -> (Files, Vec<Value>, Child) {
     (files, all.to_vec(), first)
 }
 
+/// Whether all threads of a process are stopped, or it has ended.
+fn is_stopped(child: &Child) -> bool {
+    let threads = std::fs::read_dir(format!("/proc/{}/task", child.id()));
+    threads.into_iter().flatten().flatten().all(|thread| {
+        let state = std::fs::read_to_string(thread.path().join("stat")).unwrap_or_default();
+        // Behind the name, which is in brackets.
+        state.rsplit_once(") ").is_none_or(|(_, rest)| rest.starts_with(['T', 'Z', 'X']))
+    })
+}
+
 /// Begins to go on, and stops the process while it reads the region.
 fn stopped_while_reading(files: &Files) -> Child {
     let region = files.region();
@@ -209,6 +219,10 @@ fn stopped_while_reading(files: &Files) -> Child {
             std::thread::sleep(Duration::from_micros(200));
         }
         signal(&child, "-STOP");
+        // On a busy machine it takes a moment for all of its threads.
+        while !is_stopped(&child) {
+            std::thread::sleep(Duration::from_micros(200));
+        }
         if reads() {
             return child;
         }

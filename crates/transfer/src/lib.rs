@@ -194,10 +194,11 @@ pub trait TransferEngine: Send + Sync + fmt::Debug {
     /// `Local` where it cannot be had.
     fn register(&self, page_bytes: u64, pages: u32) -> Result<Arc<dyn Region>>;
 
-    /// Begins to read. A read of no pages only notifies.
+    /// Begins to read, and waits for nothing: what lies elsewhere may first turn out not to be there when
+    /// the read is polled. A read of no pages only notifies.
     ///
     /// # Errors
-    /// `Local` for an address of another engine, `Unreachable`, `Restarted`.
+    /// `Local` for an address of another engine, `Unreachable` for one of nothing.
     fn read(&self, read: PageRead) -> Result<ReadId>;
 
     /// How far a read is. One that has ended is forgotten once it was told.

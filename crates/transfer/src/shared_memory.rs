@@ -9,6 +9,7 @@
 //! Files are read and written, not mapped: one that was cut short is an error and not a signal. The owner
 //! holds a lock on its file; one whose owner has gone is removed by whoever registers next.
 
+use std::cell::OnceCell;
 use std::fs::{File, OpenOptions};
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
@@ -134,69 +135,77 @@ impl Drop for Segment {
     }
 }
 
+/// Opened by the thread that reads, so that whoever begins a read waits for no file system.
 struct FromFile {
-    file: File,
-    endpoint: String,
+    address: Address,
     page_bytes: u64,
+    file: OnceCell<File>,
 }
 
 impl FromFile {
+    /// # Errors
+    /// `Unreachable` for an address that names no region. It comes from outside: nothing else is opened.
+    fn at(address: &Address, page_bytes: u64) -> Result<Self> {
+        let name = Path::new(&address.endpoint).file_name().map(|name| name.to_string_lossy());
+        if !name.is_some_and(|name| name.starts_with(PREFIX) && name.ends_with(SUFFIX)) {
+            let (endpoint, why) = (address.endpoint.clone(), "that is no name of a region".into());
+            return Err(TransferError::Unreachable { endpoint, why });
+        }
+        Ok(FromFile { address: address.clone(), page_bytes, file: OnceCell::new() })
+    }
+
     fn failed(&self, e: std::io::Error) -> TransferError {
         let why = match e.kind() {
             std::io::ErrorKind::UnexpectedEof => "it was cut short".into(),
+            std::io::ErrorKind::NotFound => "the worker that published it has ended".into(),
             _ => e.to_string(),
         };
-        TransferError::Unreachable { endpoint: self.endpoint.clone(), why }
+        TransferError::Unreachable { endpoint: self.address.endpoint.clone(), why }
     }
 
-    fn open(address: &Address, page_bytes: u64) -> Result<Self> {
-        let endpoint = address.endpoint.clone();
-        let name = Path::new(&endpoint).file_name().map(|name| name.to_string_lossy());
-        // An address comes from outside: nothing else is opened.
-        if !name.is_some_and(|name| name.starts_with(PREFIX) && name.ends_with(SUFFIX)) {
-            let why = "that is no name of a region".into();
-            return Err(TransferError::Unreachable { endpoint, why });
+    fn file(&self) -> Result<&File> {
+        match self.file.get() {
+            Some(file) => Ok(file),
+            None => self.open().map(|file| self.file.get_or_init(|| file)),
         }
+    }
+
+    fn open(&self) -> Result<File> {
+        let endpoint = self.address.endpoint.clone();
         let file = OpenOptions::new().read(true).write(true).open(&endpoint);
-        let gone = |e: std::io::Error| TransferError::Unreachable {
-            endpoint: endpoint.clone(),
-            why: match e.kind() {
-                std::io::ErrorKind::NotFound => "the worker that published it has ended".into(),
-                _ => e.to_string(),
-            },
-        };
-        let source = FromFile { file: file.map_err(gone)?, endpoint: endpoint.clone(), page_bytes };
+        let file = file.map_err(|e| self.failed(e))?;
         let mut head = [0; 36];
-        source.file.read_exact_at(&mut head, 0).map_err(|e| source.failed(e))?;
+        file.read_exact_at(&mut head, 0).map_err(|e| self.failed(e))?;
         if head[..16] != MAGIC[..] {
             let why = "it is no region of pages".into();
             return Err(TransferError::Unreachable { endpoint, why });
         }
-        if head[16..24] != address.epoch.to_le_bytes() {
+        if head[16..24] != self.address.epoch.to_le_bytes() {
             return Err(TransferError::Restarted { endpoint });
         }
-        if head[24..32] != page_bytes.to_le_bytes() {
-            let what = format!("{endpoint} has pages of another size than {page_bytes} bytes");
+        if head[24..32] != self.page_bytes.to_le_bytes() {
+            let bytes = self.page_bytes;
+            let what = format!("{endpoint} has pages of another size than {bytes} bytes");
             return Err(TransferError::Local(what));
         }
-        Ok(source)
+        Ok(file)
     }
 }
 
 impl Source for FromFile {
     fn fetch(&self, page: u32, into: &mut Vec<u8>) -> Result<u64> {
-        let mut block = [0; BLOCK as usize];
+        let (file, mut block) = (self.file()?, [0; BLOCK as usize]);
         let at = start(page, self.page_bytes);
-        self.file.read_exact_at(&mut block, at).map_err(|e| self.failed(e))?;
+        file.read_exact_at(&mut block, at).map_err(|e| self.failed(e))?;
         into.resize(self.page_bytes as usize, 0);
-        self.file.read_exact_at(into, at + BLOCK).map_err(|e| self.failed(e))?;
+        file.read_exact_at(into, at + BLOCK).map_err(|e| self.failed(e))?;
         let (lease, _) = block.split_first_chunk().unwrap_or((&[0; 8], &[]));
         Ok(u64::from_le_bytes(*lease))
     }
 
     fn notify(&self, lease: u64) -> Result<()> {
         let at = HEAD + 8 * (lease % MOST as u64);
-        self.file.write_all_at(&lease.to_le_bytes(), at).map_err(|e| self.failed(e))
+        self.file()?.write_all_at(&lease.to_le_bytes(), at).map_err(|e| self.failed(e))
     }
 }
 
@@ -234,7 +243,7 @@ impl TransferEngine for SharedMemory {
             let what = format!("an address of {engine:?} cannot be read by {:?}", Self::NAME);
             return Err(TransferError::Local(what));
         }
-        let source = FromFile::open(&read.from.address, read.from.page_bytes)?;
+        let source = FromFile::at(&read.from.address, read.from.page_bytes)?;
         self.reads.begin(read, Box::new(source))
     }
 
