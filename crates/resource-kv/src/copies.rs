@@ -74,7 +74,10 @@ impl Shared {
             };
         }
         match way {
-            Way::Out => self.memory.read_page(page, &mut |bytes| store.put(slot.at, key, bytes)),
+            Way::Out if store.is_quick() => {
+                self.memory.read_page(page, &mut |bytes| store.put(slot.at, key, bytes))
+            }
+            Way::Out => store.put(slot.at, key, &self.memory.copy_of_page(page)?),
             Way::In => store.get(slot.at, key, &mut |bytes| self.memory.write_page(page, bytes)),
         }
     }

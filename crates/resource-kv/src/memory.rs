@@ -7,8 +7,8 @@ mod page_moves;
 use std::ops::Range;
 
 use resource_api::{
-    EngineResourceInfo, HeadTurn, HostServicesHandle, KvFacts, KvGroup, KvLayer, KvPlan, Result,
-    StepContext, TensorView, TensorViewMut, WritePlaces,
+    EngineResourceInfo, HeadTurn, HostServicesHandle, KvFacts, KvGroup, KvLayer, KvPlan,
+    ResourceError, Result, StepContext, TensorView, TensorViewMut, WritePlaces,
 };
 
 use self::cuda::CudaMemory;
@@ -154,6 +154,19 @@ impl KvMemory {
             Self::Host(memory) => memory.read_page(page, take),
             Self::Cuda(memory) => memory.read_page(page, take),
         }
+    }
+
+    /// The bytes of page `page`. While [`KvMemory::read_page`] hands them out no step writes to the pool: this
+    /// is for those who take longer than a copy.
+    pub(crate) fn copy_of_page(&self, page: u32) -> Result<Vec<u8>> {
+        let mut copy = Vec::new();
+        self.read_page(page, &mut |bytes| {
+            copy.try_reserve_exact(bytes.len())
+                .map_err(|e| ResourceError::internal(format!("no memory for a page: {e}")))?;
+            copy.extend_from_slice(bytes);
+            Ok(())
+        })?;
+        Ok(copy)
     }
 
     /// Stores what [`KvMemory::read_page`] handed out; steps that are given later find it.

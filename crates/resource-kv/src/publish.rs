@@ -51,10 +51,8 @@ impl Transfer {
             }
             let held = &leaving.held;
             leases.offer(held.len(), Instant::now(), |at, put| {
-                let mut put =
-                    |bytes: &[u8]| put(bytes).map_err(|e| ResourceError::internal(e.to_string()));
-                let copied = shared.memory.read_page(held[at], &mut put);
-                copied.map_err(|e| TransferError::Local(e.message().to_string()))
+                let copy = shared.memory.copy_of_page(held[at]);
+                put(&copy.map_err(|e| TransferError::Local(e.message().to_string()))?)
             })
         })?
     }

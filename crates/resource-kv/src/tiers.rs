@@ -44,6 +44,12 @@ pub(crate) trait PageStore: Send + Sync + fmt::Debug {
         take: &mut dyn FnMut(&[u8]) -> Result<()>,
     ) -> Result<()>;
 
+    /// Whether [`PageStore::put`] takes no longer than copying memory does, so that steps which write to the
+    /// pool can wait for it.
+    fn is_quick(&self) -> bool {
+        false
+    }
+
     /// The slot, where a device copies from and to it by itself. Nobody else uses it meanwhile.
     fn pinned(&self, _slot: u32) -> Option<MutexGuard<'_, PinnedBuffer<u8>>> {
         None

@@ -90,8 +90,13 @@ fn tokens(range: std::ops::Range<u32>) -> Vec<u32> {
 }
 
 impl Run {
-    /// A cache of pages of 4 tokens over a tier.
+    /// A cache of pages of 4 tokens over host memory.
     fn new(pages: u32, host_pages: u32) -> Self {
+        Self::over(pages, &format!(r#""host_pages": {host_pages}"#))
+    }
+
+    /// A cache of pages of 4 tokens over these tiers.
+    fn over(pages: u32, tiers: &str) -> Self {
         let ((begun, has_begun), (go_on, may_go_on)) = (sync_channel(1), sync_channel(1));
         let gate = Arc::new(Gate {
             plain: PlainHost::handle(),
@@ -101,7 +106,7 @@ impl Run {
         });
         let settings = format!(
             r#""pages": {}, "page_size": 4, "max_seq_len": 256, "dtype": "f32",
-            "host_pages": {host_pages}"#,
+            {tiers}"#,
             pages + 1
         );
         let host = HostServicesHandle::new(gate.clone());
@@ -261,6 +266,37 @@ fn who_asks_for_pages_that_are_coming_back_waits_for_nobody() {
     assert_eq!(run.feed(12, 2, &[16]), prompt);
     (1..=2).for_each(|slot| run.remove(slot));
     assert_eq!(run.cache.kv.free_pages(), 20);
+}
+
+#[test]
+fn a_copy_that_fails_on_the_way_back_costs_its_own_page_alone() {
+    let page = (4 * LAYERS * 2) as usize * ROW * 4;
+    let mut found = Vec::new();
+    for slot in 0..4 {
+        let dir = tempfile::tempdir().unwrap();
+        let file = dir.path().join("pages");
+        let run = Run::over(8, &format!(r#""disk_file": {file:?}, "disk_size": "1MiB""#));
+        run.leave(1, 0, &tokens(0..16));
+        run.ingest(0, &[]);
+        run.feed(2, 0, &tokens(0..32));
+        run.remove(0);
+        assert_eq!((run.inspect("/pages/free"), run.inspect("/spilled")), (8, 4));
+        let mut bytes = std::fs::read(&file).unwrap();
+        assert_eq!(bytes.len(), 512 + 4 * (512 + page));
+        bytes[512 + slot * (512 + page) + 512] ^= 1;
+        std::fs::write(&file, &bytes).unwrap();
+        for request in 1..=2 {
+            run.ingest(request, &tokens(0..17));
+            found.push(run.resolve(request).unwrap_or(0));
+            run.remove(request);
+        }
+        assert_eq!((run.inspect("/restored"), run.inspect("/tier_failures")), (3, 1));
+        assert_eq!((run.inspect("/pages/cached"), run.cache.kv.free_pages()), (3, 8));
+    }
+    let (first, again): (Vec<u32>, Vec<u32>) = found.chunks(2).map(|two| (two[0], two[1])).unzip();
+    assert_eq!(first, again);
+    found.sort_unstable();
+    assert_eq!(found, [0, 0, 4, 4, 8, 8, 12, 12], "each page was the damaged one once");
 }
 
 #[test]

@@ -138,6 +138,26 @@ fn a_request_is_away_while_its_copies_are_in_flight_and_others_go_on() {
     rig.conserved(6, 0);
 }
 
+/// The pool's other pages can be written while a copy waits for a store.
+fn write_elsewhere(kv: &Arc<Kv>) {
+    let (kv, (done, is_done)) = (kv.clone(), sync_channel(1));
+    std::thread::spawn(move || {
+        let bytes = kv.shared.memory.copy_of_page(8).unwrap();
+        kv.shared.memory.write_page(8, &bytes).unwrap();
+        done.send(())
+    });
+    let waited = is_done.recv_timeout(std::time::Duration::from_secs(60));
+    waited.expect("a step that writes waits for the copy of another request");
+}
+
+#[test]
+fn steps_write_to_the_pool_while_a_store_takes_its_time() {
+    let rig = rig();
+    assert_eq!(rig.during(offload, || write_elsewhere(&rig.kv), true), 2);
+    assert!(rig.during(|kv| kv.reload(RID).unwrap(), || write_elsewhere(&rig.kv), true));
+    rig.conserved(6, 0);
+}
+
 #[test]
 fn a_request_that_goes_while_it_is_copied_leaves_nothing() {
     for remove in [true, false] {

@@ -24,6 +24,10 @@ impl MemoryStore {
 }
 
 impl PageStore for MemoryStore {
+    fn is_quick(&self) -> bool {
+        true
+    }
+
     fn put(&self, slot: u32, _key: Option<Key>, page: &[u8]) -> Result<()> {
         let mut kept = self.slot(slot)?.lock().unwrap_or_else(PoisonError::into_inner);
         kept.clear();
