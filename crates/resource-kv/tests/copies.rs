@@ -3,7 +3,7 @@
 
 mod common;
 
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::sync::{Arc, Mutex};
 
@@ -407,4 +407,118 @@ fn others_run_while_a_request_is_published_and_what_changes_is_not_told() {
     }
     run.remove(2);
     assert_eq!(run.cache.kv.free_pages(), 8);
+}
+
+/// One request of a thread: it takes over what is found of its prompt, computes the rest, goes on, and perhaps
+/// leaves, comes back, and is published on the way. What it reads is its own tokens every time.
+fn live(cache: &Cache, slot: u32, round: u32, next: &AtomicU64) {
+    let resource = &cache.resource;
+    let base = 1000 * ((round * 7 + slot) % 5);
+    // Prompts part within pages, and at their ends.
+    let common = 9 + (round % 4) * 5;
+    let mut prompt = tokens(base..base + common);
+    prompt.extend(tokens(90_000 + slot..90_000 + slot + round % 3 + 1));
+    resource.ingest_request(rid(slot), &RequestOverrides::new("", &prompt, 4)).unwrap();
+    let mut has = resolve(cache, slot).unwrap_or(0) as usize;
+    if has > 0 {
+        let inputs = PrefixInputs::new(&prompt);
+        let applied = resource.apply_cached_prefix(rid(slot), NodeId(0), WALK, &inputs, has as u32);
+        // Where there is no page for the one that it goes on in, it computes everything.
+        has = if applied.is_ok() { has } else { 0 };
+    }
+    let all: Vec<u32> = prompt.iter().copied().chain([5, 6]).collect();
+    for (at, end) in [prompt.len(), prompt.len() + 1, prompt.len() + 2].into_iter().enumerate() {
+        let ids = all[has..end].to_vec();
+        let id = next.fetch_add(1, Ordering::Relaxed);
+        let step = Step::new(id, &[(slot, 0, ids.len() as u32)]);
+        let step = Step { token_ids: ids, slot, ..step };
+        if !cache.admit(&step).is_ready() {
+            break;
+        }
+        let filed = cache.plan(&step).unwrap();
+        let values: Vec<f32> = step.token_ids.iter().map(|&t| t as f32).collect();
+        cache.write(&step, filed, MAIN, &values);
+        let read = cache.history(filed.open::<KvPlan>().unwrap(), 0);
+        let read: Vec<u32> = read.iter().map(|&v| v as u32).collect();
+        assert_eq!(read, all[..end], "slot {slot}, round {round}");
+        match (round + at as u32) % 7 {
+            0 => cache.rollback(&step),
+            _ => cache.commit(&step).unwrap(),
+        }
+        has = cache.len(slot, 0) as usize;
+        cache.conserved();
+        match (round + slot + at as u32) % 5 {
+            0 if resource.offload(rid(slot)).unwrap() > 0 => {
+                let back = (0..1000).any(|_| {
+                    std::thread::yield_now();
+                    resource.reload(rid(slot)).unwrap()
+                });
+                if !back {
+                    break;
+                }
+            }
+            1 => drop(resource.publish(rid(slot))),
+            _ => {}
+        }
+    }
+    match round % 2 {
+        0 => resource.reset_request(rid(slot), true).unwrap(),
+        _ => resource.remove_request(rid(slot)).unwrap(),
+    }
+    resource.remove_request(rid(slot)).unwrap();
+    cache.conserved();
+}
+
+/// Requests that take over what is found, move and are published, while another thread ends them at any time.
+fn short_lives(cache: &Cache, slot: u32, round: u32) {
+    let resource = &cache.resource;
+    let base = 1000 * (round % 5);
+    let prompt = tokens(base..base + 14);
+    resource.ingest_request(rid(slot), &RequestOverrides::new("", &prompt, 4)).unwrap();
+    if let Some(found) = resolve(cache, slot) {
+        let inputs = PrefixInputs::new(&prompt);
+        // It may be gone by now.
+        let _ = resource.apply_cached_prefix(rid(slot), NodeId(0), WALK, &inputs, found);
+    }
+    match round % 3 {
+        0 => drop(resource.publish(rid(slot))),
+        _ => {
+            let _ = resource.offload(rid(slot)).unwrap();
+            let _ = resource.reload(rid(slot)).unwrap();
+        }
+    }
+}
+
+#[test]
+fn threads_that_move_pages_all_ways_read_their_own_tokens() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("pages");
+    // 21 pages of the file.
+    let tiers = format!(r#""host_pages": 6, "disk_file": {file:?}, "disk_size": "32KiB""#);
+    let run = Run::over(20, &tiers);
+    let next = AtomicU64::new(1);
+    std::thread::scope(|threads| {
+        for slot in 0..4 {
+            let (cache, next) = (&run.cache, &next);
+            threads.spawn(move || (0..150).for_each(|round| live(cache, slot, round, next)));
+        }
+        let cache = &run.cache;
+        threads.spawn(move || (0..600).for_each(|round| short_lives(cache, 4, round)));
+        threads.spawn(move || {
+            for round in 0..1200 {
+                match round % 3 {
+                    0 => cache.resource.reset_request(rid(4), round % 2 == 0).unwrap(),
+                    _ => cache.resource.remove_request(rid(4)).unwrap(),
+                }
+                cache.conserved();
+                std::thread::yield_now();
+            }
+        });
+    });
+    run.remove(4);
+    run.cache.conserved();
+    assert_eq!(run.cache.kv.free_pages(), 20);
+    assert!(run.inspect("/restored") > 50 && run.inspect("/spilled") > 50);
+    assert_eq!((run.inspect("/tiers/0/held"), run.inspect("/tiers/1/held")), (0, 0));
+    assert_eq!(run.inspect("/tier_failures"), 0);
 }
