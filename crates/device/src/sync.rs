@@ -31,11 +31,10 @@ impl<T: Copy> Cell<T> {
     }
 }
 
-/// How long a waiting thread keeps its processor to itself. What waits longer may be what another thread
-/// needs this processor for.
-const ALONE: Duration = Duration::from_micros(10);
-
-/// Waits at most `most` for `condition`; true when it came about.
+/// Looks for `condition` for as long as `most`; true when it came about.
+///
+/// Does not offer the processor to others between looks: where somebody takes it, the system counts that as
+/// a turn forgone, and threads that need each other come to have theirs one after the other.
 pub(crate) fn spin_until(most: Duration, condition: impl Fn() -> bool) -> bool {
     if condition() {
         return true;
@@ -48,12 +47,8 @@ pub(crate) fn spin_until(most: Duration, condition: impl Fn() -> bool) -> bool {
             }
             std::hint::spin_loop();
         }
-        let waited = start.elapsed();
-        if waited > most {
+        if start.elapsed() > most {
             return false;
-        }
-        if waited > ALONE {
-            std::thread::yield_now();
         }
     }
 }
