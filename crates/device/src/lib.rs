@@ -13,6 +13,7 @@ mod budget;
 mod cpu;
 pub mod cuda;
 mod error;
+mod float8;
 mod mapped_file;
 mod parallel;
 mod signals;
@@ -32,6 +33,7 @@ pub use cpu::shared_pool::{
 pub use cpu::table::{Table, prefetch, prefetch_at};
 pub use cpu::{attention, hash, ops};
 pub use error::{Error, Result};
+pub use float8::E4m3;
 pub use mapped_file::MappedFile;
 pub use parallel::{Parallel, Serial, for_each_chunk_mut};
 pub use signals::let_large_files_fail;

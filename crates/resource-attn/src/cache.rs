@@ -1,8 +1,8 @@
 //! The cache that an attention resource was built on.
 
 use resource_api::{
-    DType, Dependency, Device, EngineResourceInfo, KvCache, KvCacheHandle, KvFacts, KvLayer,
-    KvPlan, ResourceError, Result, StepContext,
+    DType, Dependency, EngineResourceInfo, KvCache, KvCacheHandle, KvFacts, KvLayer, KvPlan,
+    ResourceError, Result, StepContext,
 };
 
 /// Most (token, query head) pairs of a block: their scores of one chunk stay in the second-level
@@ -26,7 +26,7 @@ impl Cache {
     pub fn new(info: &EngineResourceInfo, key: &str) -> Result<Self> {
         let dependency: &Dependency = info.dependency(key)?;
         let facts = *dependency.facts::<KvFacts>()?;
-        check(&facts, info.device).map_err(|e| e.within(format!("cache `{key}`")))?;
+        check(&facts).map_err(|e| e.within(format!("cache `{key}`")))?;
         Ok(Self { index: dependency.index, facts, handle: dependency.capability()? })
     }
 
@@ -82,7 +82,7 @@ impl Cache {
     }
 }
 
-fn check(facts: &KvFacts, device: Device) -> Result<()> {
+fn check(facts: &KvFacts) -> Result<()> {
     let KvFacts { num_qo_heads: heads, num_kv_heads: kv_heads, .. } = *facts;
     if kv_heads == 0 || heads == 0 || !heads.is_multiple_of(kv_heads) {
         return Err(ResourceError::unsupported(format!(
@@ -95,12 +95,10 @@ fn check(facts: &KvFacts, device: Device) -> Result<()> {
             facts.head_dim, facts.page_size
         )));
     }
-    let known = [DType::F32, DType::F16, DType::BF16];
-    let of_device = if device.is_cpu() { DType::I8 } else { DType::F8E4M3 };
-    if !known.contains(&facts.dtype) && facts.dtype != of_device {
+    let known = [DType::F32, DType::F16, DType::BF16, DType::F8E4M3, DType::I8];
+    if !known.contains(&facts.dtype) {
         return Err(ResourceError::unsupported(format!(
-            "attention reads f32, f16 and bf16, on the CPU also i8, on a CUDA device fp8, not {}: set \
-             kv_dtype to one of them",
+            "attention reads f32, f16, bf16, fp8 and i8, not {}: set kv_dtype to one of them",
             facts.dtype.name()
         )));
     }

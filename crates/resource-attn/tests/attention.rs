@@ -31,7 +31,7 @@ fn mixed(page_size: u32) -> Vec<Stream> {
 #[test]
 fn head_dims_types_and_head_ratios() {
     for head_dim in [33, 64, 80, 96, 128, 256] {
-        for dtype in [DType::F32, DType::F16, DType::BF16, DType::I8] {
+        for dtype in [DType::F32, DType::F16, DType::BF16, DType::F8E4M3, DType::I8] {
             for (heads, kv_heads) in [(2, 2), (6, 2), (8, 1)] {
                 let config = Config { head_dim, dtype, heads, kv_heads, ..Config::default() };
                 check_all(&config, &mixed(16));

@@ -70,7 +70,7 @@ fn streams() -> Vec<Stream> {
 
 #[test]
 fn queries_see_their_requests_whole_context() {
-    for dtype in [DType::F32, DType::F16, DType::BF16, DType::I8] {
+    for dtype in [DType::F32, DType::F16, DType::BF16, DType::F8E4M3, DType::I8] {
         for query_kv_cache in [false, true] {
             for threads in [1, 3] {
                 let config = Config { causal: false, dtype, threads, ..Config::default() };

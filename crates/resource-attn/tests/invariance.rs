@@ -15,7 +15,7 @@ fn whole(config: &Config, seed: u32, len: u32) -> Vec<u32> {
 }
 
 fn configs() -> impl Iterator<Item = Config> {
-    [DType::F32, DType::BF16, DType::I8].into_iter().flat_map(|dtype| {
+    [DType::F32, DType::BF16, DType::F8E4M3, DType::I8].into_iter().flat_map(|dtype| {
         [None, Some(70)].into_iter().flat_map(move |window| {
             [16, 24].into_iter().map(move |page_size| Config {
                 dtype,

@@ -42,8 +42,7 @@ pub struct KvSpec {
     /// `pages`. Without either: room for `max_batch` streams of 2,048 tokens and for one of full
     /// length, in at most half of the free memory.
     pub memory: Option<String>,
-    /// Element type, `f32`, `f16` or `bf16`, on the CPU also `i8`, on a CUDA device `fp8`; default: the
-    /// engine's `kv_dtype`.
+    /// Element type: `f32`, `f16`, `bf16`, `fp8` or `i8`; default: the engine's `kv_dtype`.
     pub dtype: Option<String>,
     /// Pages of host memory for what the pool has no room for; default none. Excludes `host_memory`.
     #[serde(alias = "cpu_offload_pages")]
@@ -125,12 +124,11 @@ impl KvSpec {
             None => ("kv_dtype", Some(info.kv_dtype), info.kv_dtype.name()),
         };
         match dtype {
-            Some(dtype @ (DType::F32 | DType::F16 | DType::BF16)) => Ok(dtype),
-            Some(DType::I8) if info.device.is_cpu() => Ok(DType::I8),
-            Some(DType::F8E4M3) if !info.device.is_cpu() => Ok(DType::F8E4M3),
+            Some(dtype @ (DType::F32 | DType::F16 | DType::BF16 | DType::F8E4M3 | DType::I8)) => {
+                Ok(dtype)
+            }
             _ => Err(ResourceError::invalid(format!(
-                "`{setting}` is \"{name}\"; a cache holds f32, f16 or bf16, on the CPU also i8, and on \
-                 a CUDA device fp8"
+                "`{setting}` is \"{name}\"; a cache holds f32, f16, bf16, fp8 or i8"
             ))),
         }
     }
@@ -305,7 +303,6 @@ mod tests {
             (with(r#", "memory": "-1GiB""#), "`memory` is \"-1GiB\""),
             (with(r#", "memory": "NaN GiB""#), "`memory` is \"NaN GiB\""),
             (with(r#", "memory": "1MiB""#), "that is 1 pages"),
-            (with(r#", "dtype": "fp8""#), "`dtype` is \"fp8\""),
             (with(r#", "dtype": "f64""#), "`dtype` is \"f64\""),
             (with(r#", "page_sise": 8"#), "did you mean `page_size`?"),
         ] {

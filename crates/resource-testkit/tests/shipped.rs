@@ -65,8 +65,18 @@ fn kv_with_host_memory_is_clean() {
 
 #[test]
 fn kv_of_int8_with_its_scales_is_clean() {
+    of_8_bits_is_clean("i8");
+}
+
+#[test]
+fn kv_of_fp8_is_clean() {
+    of_8_bits_is_clean("fp8");
+}
+
+fn of_8_bits_is_clean(dtype: &str) {
     for tiers in ["\"host_pages\": 0", "\"host_pages\": 12"] {
-        let settings = KV.replace("\"pages\"", &format!("\"dtype\": \"i8\", {tiers}, \"pages\""));
+        let settings =
+            KV.replace("\"pages\"", &format!("\"dtype\": \"{dtype}\", {tiers}, \"pages\""));
         let report = check(kind::<resource_kv::Kv>(), &settings, None);
         clean_at("streams hold", report.clone());
         clean_at("requests that share", report);

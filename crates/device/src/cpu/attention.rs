@@ -1,4 +1,4 @@
-//! The two products of attention, over rows of cached keys or values stored as f32, f16, bf16 or int8.
+//! The two products of attention, over rows of cached keys or values stored as f32, f16, bf16, fp8 or int8.
 //!
 //! Rows are those of one head in one page; several query heads may share them, and each row is then
 //! read and widened once for all. A score sums its row in one fixed order; a weighted sum adds rows

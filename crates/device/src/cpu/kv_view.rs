@@ -47,6 +47,7 @@ impl SharedPool {
             PoolType::F16 => DType::F16,
             PoolType::BF16 => DType::BF16,
             PoolType::I8 => DType::I8,
+            PoolType::E4M3 => DType::F8E4M3,
         };
         let mut raw = RawTensor::contiguous(pool.data, Device::CPU, dtype, shape);
         raw.byte_offset = (start * pool.element.bytes()) as u64;

@@ -23,6 +23,7 @@ pub use self::turns::Turns;
 use crate::cpu::attention::{Element, Rows, SCALE_BYTES, Slice, steps_of, store_elements};
 use crate::cpu::memory::AlignedBuffer;
 use crate::error::{Error, Result, product};
+use crate::float8::E4m3;
 
 /// The storage type of a pool's elements.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -33,6 +34,8 @@ pub enum PoolType {
     BF16 = 2,
     /// Rows have their scale behind them, see [`Rows::i8`].
     I8 = 3,
+    /// Without scales.
+    E4M3 = 4,
 }
 
 impl PoolType {
@@ -41,7 +44,7 @@ impl PoolType {
         match self {
             Self::F32 => 4,
             Self::F16 | Self::BF16 => 2,
-            Self::I8 => 1,
+            Self::I8 | Self::E4M3 => 1,
         }
     }
 }
@@ -235,6 +238,7 @@ impl PoolReader<'_> {
             Slice::F16(x) => bytemuck::cast_slice(x),
             Slice::BF16(x) => bytemuck::cast_slice(x),
             Slice::I8(x) => bytemuck::cast_slice(x),
+            Slice::E4M3(x) => bytemuck::cast_slice(x),
         })
     }
 
@@ -256,6 +260,7 @@ impl PoolReader<'_> {
                 PoolType::F16 => Slice::F16(typed(data, len)),
                 PoolType::BF16 => Slice::BF16(typed(data, len)),
                 PoolType::I8 => Slice::I8(typed(data, len)),
+                PoolType::E4M3 => Slice::E4M3(typed(data, len)),
             }
         })
     }
@@ -290,6 +295,7 @@ impl PoolWriter<'_> {
             PoolType::BF16 => {
                 self.store_as::<bf16>(start, row, |at, x| self.put_u16(at, x.to_bits()));
             }
+            PoolType::E4M3 => self.store_as::<E4m3>(start, row, |at, x| self.put_u8(at, x.0)),
             PoolType::I8 => self.store_scaled(start, row)?,
         }
         Ok(())

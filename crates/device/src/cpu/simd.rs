@@ -41,6 +41,31 @@ pub(crate) trait Simd: Copy {
     /// Rounds to the nearest bf16, ties to even; NaN stays NaN.
     fn store_bf16(self, x: Self::F, to: &mut [u16; LANES]);
 
+    /// Widens [`E4m3`](crate::E4m3) bits.
+    fn load_e4m3(self, x: &[u8; LANES]) -> Self::F;
+    /// Rounds as [`E4m3::from_f32`](crate::E4m3::from_f32).
+    #[inline(always)]
+    fn store_e4m3(self, x: Self::F, to: &mut [i8; LANES]) {
+        let of = |x: f32| self.splat_i32(x.to_bits() as i32);
+        let bits = self.bits(x);
+        let size = self.and(bits, self.splat_i32(i32::MAX));
+        // Negative lanes, as all ones, where it is one; the greatest number where it is beyond.
+        let is_nan = self.sar::<31>(self.sub_i32(of(f32::INFINITY), size));
+        let size = self.min(self.splat(448.0), self.floats(size));
+        let odd = self.and(self.shr::<20>(self.bits(size)), self.splat_i32(1));
+        let up = self.add_i32(odd, self.splat_i32(0x7_ffff));
+        let normal = self.shr::<20>(self.add_i32(self.bits(size), up));
+        let normal = self.sub_i32(normal, self.splat_i32(120 << 3));
+        // Below 2^-6 steps are 2^-9: a sum with 2^14 has no fraction of them left.
+        let small = self.bits(self.add(size, self.splat(16384.0)));
+        let small = self.sub_i32(small, of(16384.0));
+        let is_small = self.sar::<31>(self.sub_i32(self.bits(size), of(0.015625)));
+        let pick = |a, b, which| self.xor(a, self.and(self.xor(a, b), which));
+        let sign = self.and(self.shr::<24>(bits), self.splat_i32(0x80));
+        let code = self.xor(sign, pick(normal, small, is_small));
+        self.store_low_bytes(pick(code, self.splat_i32(0x7f), is_nan), to);
+    }
+
     fn add(self, a: Self::F, b: Self::F) -> Self::F;
     fn sub(self, a: Self::F, b: Self::F) -> Self::F;
     fn mul(self, a: Self::F, b: Self::F) -> Self::F;

@@ -66,6 +66,7 @@ impl<'a> Pages<'a> {
             DType::F32 => Some(Rows::f32(self.view.window(start, len)?, stride)),
             DType::F16 => Some(Rows::f16(self.view.window(start, len)?, stride)),
             DType::BF16 => Some(Rows::bf16(self.view.window(start, len)?, stride)),
+            DType::F8E4M3 => Some(Rows::e4m3(self.view.window(start, len)?, stride)),
             DType::I8 => Some(Rows::i8(self.view.window(start, len)?, stride)),
             _ => None,
         }

@@ -2,7 +2,7 @@
 
 #![allow(dead_code)] // each test binary uses its part
 
-use device::{Parallel, Pool, PoolType, SharedPool};
+use device::{E4m3, Parallel, Pool, PoolType, SharedPool};
 use half::{bf16, f16};
 use resource_api::host::{Job, ParallelBody, PlainHost};
 use resource_api::*;
@@ -114,6 +114,7 @@ fn held(config: &Config, stream: &Stream, kind: u32, position: u32) -> Vec<f64> 
         let one = |&x: &f32| match config.dtype {
             DType::F16 => f16::from_f32(x).to_f64(),
             DType::BF16 => bf16::from_f32(x).to_f64(),
+            DType::F8E4M3 => E4m3::from_f32(x).to_f32().into(),
             DType::I8 => f64::from((x * (127.0 / most)).round_ties_even() * (most / 127.0)),
             _ => f64::from(x),
         };
@@ -205,6 +206,7 @@ impl FakeCache {
             DType::F16 => PoolType::F16,
             DType::BF16 => PoolType::BF16,
             DType::I8 => PoolType::I8,
+            DType::F8E4M3 => PoolType::E4M3,
             _ => PoolType::F32,
         };
         let elements = (u64::from(num_pages) * page_stride) as usize;

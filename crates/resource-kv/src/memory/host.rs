@@ -47,6 +47,7 @@ impl HostMemory {
             DType::F32 => PoolType::F32,
             DType::F16 => PoolType::F16,
             DType::I8 => PoolType::I8,
+            DType::F8E4M3 => PoolType::E4M3,
             _ => PoolType::BF16,
         };
         let elements = total_bytes(&facts) as usize / facts.dtype.size();
@@ -233,7 +234,7 @@ impl HostMemory {
         };
         if let Elements::Other = elements {
             let taken = match self.facts.dtype {
-                DType::F32 | DType::I8 => "f32".into(),
+                DType::F32 | DType::I8 | DType::F8E4M3 => "f32".into(),
                 own => format!("f32 or {}", own.name()),
             };
             return Err(ResourceError::invalid(format!(

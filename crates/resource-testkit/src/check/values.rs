@@ -2,9 +2,10 @@
 //!
 //! A token's keys and values follow from a digest of everything in its stream up to it, so that a
 //! wrong page, slot, layer or stale contents show in what is read, whatever the counts say. All
-//! values are whole numbers below 256, which f32, f16 and bf16 hold exactly; of a cache of int8, whose rows
-//! have their scales behind them, a value is within half a step.
+//! values are whole numbers below 256, which f32, f16 and bf16 hold exactly and fp8 rounds; of a cache of int8,
+//! whose rows have their scales behind them, a value is within half a step.
 
+use device::E4m3;
 use device::attention::SCALE_BYTES;
 use half::{bf16, f16};
 use resource_api::{DType, KvCache, KvCacheHandle, KvFacts, KvPlan, LabelId, TensorView, TypedRef};
@@ -173,8 +174,12 @@ impl Cells {
 
     /// Whether what was read of a token's row is what was written, as exactly as the cache keeps it.
     fn is_row(&self, found: &[f32], want: &[f32]) -> bool {
-        if self.facts.dtype != DType::I8 {
-            return found == want;
+        match self.facts.dtype {
+            DType::I8 => {}
+            DType::F8E4M3 => {
+                return want.iter().map(|&x| E4m3::from_f32(x).to_f32()).eq(found.iter().copied());
+            }
+            _ => return found == want,
         }
         let dim = self.facts.head_dim as usize;
         found.len() == want.len()
@@ -199,6 +204,9 @@ impl Cells {
                     let (elements, scale) = row.split_last_chunk::<SCALE_BYTES>()?;
                     let scale = f32::from_ne_bytes(scale.map(|byte| byte as u8));
                     all.extend(elements.iter().map(|&x| f32::from(x) * scale));
+                }
+                DType::F8E4M3 => {
+                    all.extend(tensor.window::<E4m3>(start, dim)?.iter().map(|x| x.to_f32()))
                 }
                 DType::F16 => {
                     all.extend(tensor.window::<f16>(start, dim)?.iter().map(|x| x.to_f32()))

@@ -6,6 +6,7 @@ use super::scaled::scale_behind;
 use super::spans::LINE;
 use crate::cpu::features::CpuFeatures;
 use crate::cpu::simd::{Kernel, LANES, Simd, dispatch, prefetch};
+use crate::float8::E4m3;
 
 /// A storage type of cached values.
 pub(crate) trait Element: Copy + Default + 'static {
@@ -75,6 +76,26 @@ impl Element for bf16 {
     }
 }
 
+impl Element for E4m3 {
+    #[inline(always)]
+    fn of(data: Slice<'_>) -> Option<&[Self]> {
+        match data {
+            Slice::E4M3(x) => Some(x),
+            _ => None,
+        }
+    }
+
+    #[inline(always)]
+    fn load<S: Simd>(s: S, x: &[Self; LANES]) -> S::F {
+        s.load_e4m3(bytemuck::cast_ref(x))
+    }
+
+    #[inline(always)]
+    fn store<S: Simd>(s: S, x: S::F, to: &mut [Self; LANES]) {
+        s.store_e4m3(x, bytemuck::cast_mut(to));
+    }
+}
+
 /// Without the scale of its row.
 impl Element for i8 {
     #[inline(always)]
@@ -115,6 +136,7 @@ pub(crate) enum Slice<'a> {
     F32(&'a [f32]),
     F16(&'a [f16]),
     BF16(&'a [bf16]),
+    E4M3(&'a [E4m3]),
     I8(&'a [i8]),
 }
 
@@ -144,6 +166,11 @@ impl<'a> Rows<'a> {
         Self::new(Slice::BF16(data), stride)
     }
 
+    /// Rows of 8-bit floats.
+    pub fn e4m3(data: &'a [E4m3], stride: usize) -> Self {
+        Self::new(Slice::E4M3(data), stride)
+    }
+
     /// Rows of int8, each with its scale in the [`SCALE_BYTES`](super::SCALE_BYTES) behind it.
     pub fn i8(data: &'a [i8], stride: usize) -> Self {
         Self::new(Slice::I8(data), stride)
@@ -169,6 +196,7 @@ impl<'a> Rows<'a> {
             Slice::F32(x) => bytemuck::cast_slice(x),
             Slice::F16(x) => bytemuck::cast_slice(x),
             Slice::BF16(x) => bytemuck::cast_slice(x),
+            Slice::E4M3(x) => bytemuck::cast_slice(x),
             Slice::I8(x) => bytemuck::cast_slice(x),
         }
     }
@@ -178,6 +206,7 @@ impl<'a> Rows<'a> {
             Slice::F32(x) => x.len(),
             Slice::F16(x) => x.len(),
             Slice::BF16(x) => x.len(),
+            Slice::E4M3(x) => x.len(),
             Slice::I8(x) => x.len(),
         }
     }
@@ -211,6 +240,7 @@ pub fn load_row(rows: Rows<'_>, i: usize, out: &mut [f32]) {
         Slice::F32(x) => out.copy_from_slice(&x[start..][..out.len()]),
         Slice::F16(x) => dispatch(features, Widen { x: &x[start..], out }),
         Slice::BF16(x) => dispatch(features, Widen { x: &x[start..], out }),
+        Slice::E4M3(x) => dispatch(features, Widen { x: &x[start..], out }),
         Slice::I8(x) => {
             let scale = scale_behind(&x[start..], out.len());
             dispatch(features, Widen { x: &x[start..], out });
@@ -226,8 +256,10 @@ pub trait Storage: Element {}
 impl Storage for f32 {}
 impl Storage for f16 {}
 impl Storage for bf16 {}
+impl Storage for E4m3 {}
 
-/// Rounds `x` to the storage type, to the nearest, ties to even; equal lengths.
+/// Rounds `x` to the storage type, to the nearest, ties to even; equal lengths. [`E4m3`] has no infinity: what is
+/// beyond its greatest number becomes that.
 ///
 /// # Panics
 /// When the lengths differ.

@@ -35,6 +35,7 @@ pub fn dot_rows(q: &[f32], width: usize, spans: &[Span<'_>], out: &mut [f32], ou
         Slice::F32(_) => table.fill::<f32>(),
         Slice::F16(_) => table.fill::<half::f16>(),
         Slice::BF16(_) => table.fill::<half::bf16>(),
+        Slice::E4M3(_) => table.fill::<crate::E4m3>(),
         Slice::I8(_) => {
             table.fill::<i8>();
             for span in spans {

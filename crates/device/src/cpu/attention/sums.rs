@@ -40,6 +40,7 @@ pub fn accumulate_rows(
         Slice::F32(_) => sum!(f32),
         Slice::F16(_) => sum!(half::f16),
         Slice::BF16(_) => sum!(half::bf16),
+        Slice::E4M3(_) => sum!(crate::E4m3),
         Slice::I8(_) => spans.iter().for_each(|span| scaled(p, p_stride, width, span, acc)),
     }
 }

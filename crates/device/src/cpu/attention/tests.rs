@@ -3,6 +3,7 @@
 use half::{bf16, f16};
 
 use super::*;
+use crate::E4m3;
 
 const WIDTHS: [usize; 10] = [1, 7, 16, 33, 64, 80, 96, 100, 128, 256];
 
@@ -25,6 +26,9 @@ fn with_each_type(x: &[f32], stride: usize, test: impl Fn(Rows<'_>, &[f64])) {
     let halves: Vec<bf16> = x.iter().map(|&x| bf16::from_f32(x)).collect();
     let exact: Vec<f64> = halves.iter().map(|x| x.to_f64()).collect();
     test(Rows::bf16(&halves, stride), &exact);
+    let eighths: Vec<E4m3> = x.iter().map(|&x| E4m3::from_f32(x)).collect();
+    let exact: Vec<f64> = eighths.iter().map(|x| f64::from(x.to_f32())).collect();
+    test(Rows::e4m3(&eighths, stride), &exact);
 }
 
 /// Scores of `count` rows with each of `heads` queries.
@@ -58,6 +62,7 @@ fn from<'a>(rows: Rows<'a>, i: usize) -> Rows<'a> {
         Slice::F32(x) => Rows::f32(&x[i * stride..], stride),
         Slice::F16(x) => Rows::f16(&x[i * stride..], stride),
         Slice::BF16(x) => Rows::bf16(&x[i * stride..], stride),
+        Slice::E4M3(x) => Rows::e4m3(&x[i * stride..], stride),
         Slice::I8(x) => Rows::i8(&x[i * stride..], stride),
     }
 }

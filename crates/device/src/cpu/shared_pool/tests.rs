@@ -3,7 +3,7 @@
 use super::*;
 use crate::cpu::attention::tests::dot_some;
 
-const TYPES: [PoolType; 3] = [PoolType::F32, PoolType::F16, PoolType::BF16];
+const TYPES: [PoolType; 4] = [PoolType::F32, PoolType::F16, PoolType::BF16, PoolType::E4M3];
 
 #[test]
 fn what_is_stored_is_read() {
@@ -12,7 +12,7 @@ fn what_is_stored_is_read() {
         let view = pool.view();
         assert_eq!((view.len(), view.element()), (1000, element));
         // Small integers are exact in every type.
-        let row: Vec<f32> = (0..300).map(|i| (i % 100) as f32 - 50.0).collect();
+        let row: Vec<f32> = (0..300).map(|i| (i % 31) as f32 - 15.0).collect();
         view.writer().store(7, &row).unwrap();
         view.writer().copy(7..307, 600).unwrap();
         let mut all = vec![f32::NAN; 1000];

@@ -157,6 +157,26 @@ impl Simd for Avx2 {
     }
 
     #[inline(always)]
+    fn load_e4m3(self, x: &[u8; LANES]) -> Self::F {
+        op!({
+            // As an f16 with these bits it is 2^8 times less, subnormals included.
+            let wide = _mm256_cvtepi8_epi16(_mm_loadu_si128(x.as_ptr().cast()));
+            let f16 = _mm256_and_si256(
+                _mm256_slli_epi16::<7>(wide),
+                _mm256_set1_epi16(0xbf80_u16.cast_signed()),
+            );
+            let most = _mm256_set1_epi16(0x3f80);
+            let nan = _mm256_cmpeq_epi16(_mm256_and_si256(f16, most), most);
+            let f16 = _mm256_blendv_epi8(f16, _mm256_set1_epi16(0x7e00), nan);
+            let scale = _mm256_set1_ps(256.0);
+            [
+                _mm256_mul_ps(_mm256_cvtph_ps(_mm256_castsi256_si128(f16)), scale),
+                _mm256_mul_ps(_mm256_cvtph_ps(_mm256_extracti128_si256::<1>(f16)), scale),
+            ]
+        })
+    }
+
+    #[inline(always)]
     fn add(self, a: Self::F, b: Self::F) -> Self::F {
         both!(_mm256_add_ps, a, b)
     }

@@ -107,6 +107,22 @@ macro_rules! common {
         }
 
         #[inline(always)]
+        fn load_e4m3(self, x: &[u8; LANES]) -> __m512 {
+            op!({
+                // As an f16 with these bits it is 2^8 times less, subnormals included.
+                let wide = _mm256_cvtepi8_epi16(_mm_loadu_si128(x.as_ptr().cast()));
+                let f16 = _mm256_and_si256(
+                    _mm256_slli_epi16::<7>(wide),
+                    _mm256_set1_epi16(0xbf80_u16.cast_signed()),
+                );
+                let most = _mm256_set1_epi16(0x3f80);
+                let nan = _mm256_cmpeq_epi16_mask(_mm256_and_si256(f16, most), most);
+                let f16 = _mm256_mask_mov_epi16(f16, nan, _mm256_set1_epi16(0x7e00));
+                _mm512_mul_ps(_mm512_cvtph_ps(f16), _mm512_set1_ps(256.0))
+            })
+        }
+
+        #[inline(always)]
         fn add(self, a: __m512, b: __m512) -> __m512 {
             op!(_mm512_add_ps(a, b))
         }

@@ -3,6 +3,17 @@
 use half::{bf16, f16};
 
 use super::{LANES, Simd};
+use crate::float8::E4m3;
+
+/// Values of all E4m3.
+static E4M3: [f32; 256] = {
+    let (mut all, mut code) = ([0.0; 256], 0);
+    while code < 256 {
+        all[code] = E4m3(code as u8).to_f32();
+        code += 1;
+    }
+    all
+};
 
 /// Needs nothing of the CPU.
 #[derive(Clone, Copy)]
@@ -60,6 +71,11 @@ impl Simd for Portable {
     #[inline]
     fn store_bf16(self, x: Self::F, to: &mut [u16; LANES]) {
         *to = lanes!(|x| bf16::from_f32(x).to_bits());
+    }
+
+    #[inline]
+    fn load_e4m3(self, x: &[u8; LANES]) -> Self::F {
+        lanes!(|x| E4M3[usize::from(x)])
     }
 
     #[inline(always)]

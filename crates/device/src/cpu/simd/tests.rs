@@ -161,6 +161,49 @@ fn half_precision_is_rounded_to_even() {
 }
 
 #[derive(Clone)]
+struct Eighths<'a>(&'a [f32], &'a [u8]);
+
+impl Kernel for Eighths<'_> {
+    type Output = (Vec<u8>, Vec<u32>);
+
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) -> Self::Output {
+        let (mut codes, mut bits) = (Vec::new(), Vec::new());
+        for x in self.0.as_chunks().0 {
+            let mut code = [0; 16];
+            s.store_e4m3(s.load(x), &mut code);
+            codes.extend(code.map(i8::cast_unsigned));
+        }
+        for x in self.1.as_chunks().0 {
+            let mut wide = [0.0; 16];
+            s.store(s.load_e4m3(x), &mut wide);
+            bits.extend(wide.map(f32::to_bits));
+        }
+        (codes, bits)
+    }
+}
+
+#[test]
+fn e4m3_of_every_code_and_of_a_dense_grid() {
+    use crate::float8::{E4m3, tests::*};
+    let mut grid = grid();
+    grid.resize(grid.len().next_multiple_of(16), f32::from_bits(0xffc0_0001));
+    let want: Vec<u8> = grid.iter().map(|&x| nearest(x)).collect();
+    let all: Vec<u8> = (0..=255).collect();
+    at_every_level(Eighths(&grid, &all), |(codes, bits)| {
+        for ((got, want), x) in codes.iter().zip(&want).zip(&grid) {
+            assert_eq!(got, want, "{x:e}");
+        }
+        for (code, &bits) in all.iter().zip(&bits) {
+            match value(*code) {
+                Some(x) => assert_eq!(f64::from(f32::from_bits(bits)).to_bits(), x.to_bits()),
+                None => assert_eq!(bits, E4m3::NAN.to_f32().to_bits()),
+            }
+        }
+    });
+}
+
+#[derive(Clone)]
 struct Integers([u8; 64], [u8; 64], [f32; 16]);
 
 impl Kernel for Integers {

@@ -1,10 +1,11 @@
-//! A cache of int8: what its rows hold, and that their scales go wherever their pages go.
+//! Caches of 8 bits: what their rows hold, and that scales go wherever their pages go.
 
 mod common;
 
 use std::time::{Duration, Instant};
 
 use common::*;
+use device::E4m3;
 use device::attention::SCALE_BYTES;
 use resource_api::host::PlainHost;
 use resource_api::{
@@ -15,6 +16,7 @@ use resource_api::{
 use resource_kv::Kv;
 
 const PAGE: u32 = 4;
+const TYPES: [&str; 2] = ["i8", "fp8"];
 
 /// An element of a token's row; rows differ in size by orders of magnitude.
 fn element(token: u32, layer: u32, which: usize, i: usize) -> f32 {
@@ -24,13 +26,14 @@ fn element(token: u32, layer: u32, which: usize, i: usize) -> f32 {
 
 struct Run {
     cache: Cache,
+    dtype: &'static str,
     next: u64,
 }
 
 impl Run {
-    fn new(pages: u32, more: &str) -> Self {
+    fn new(dtype: &'static str, pages: u32, more: &str) -> Self {
         let settings = format!(
-            r#""pages": {}, "page_size": {PAGE}, "max_seq_len": 4096, "dtype": "i8"{more}"#,
+            r#""pages": {}, "page_size": {PAGE}, "max_seq_len": 4096, "dtype": "{dtype}"{more}"#,
             pages + 1
         );
         let mut info = EngineResourceInfo::new(Device::CPU, PlainHost::handle());
@@ -40,7 +43,8 @@ impl Run {
         let kv = built.capabilities[0].open::<KvCacheHandle>().unwrap();
         let walk = PrefixWalk { label: MAIN, write: WalkId(0), decode: WalkId(0) };
         assert!(built.resource.enable_prefix_cache(b"root", vec![walk]).unwrap());
-        Run { cache: Cache { resource: built.resource, kv, page_size: PAGE }, next: 1 }
+        let cache = Cache { resource: built.resource, kv, page_size: PAGE };
+        Run { cache, dtype, next: 1 }
     }
 
     fn ingest(&self, slot: u32, prompt: &[u32]) {
@@ -54,8 +58,18 @@ impl Run {
         Step { token_ids: ids.to_vec(), ..step }
     }
 
+    /// Whether a row is read as written, as exactly as the type keeps it.
+    fn holds(&self, read: &[f32], written: &[f32]) -> bool {
+        let most = written.iter().fold(0.0, |m: f32, x| m.max(x.abs()));
+        let half = most / 254.0 * (1.0 + 1e-5);
+        read.iter().zip(written).all(|(a, b)| match self.dtype {
+            "i8" => (a - b).abs() <= half,
+            _ => *a == E4m3::from_f32(*b).to_f32(),
+        })
+    }
+
     /// Runs a step, checks what it has stored, and answers all bytes that it reads.
-    fn run(&mut self, step: &Step) -> Vec<i8> {
+    fn run(&mut self, step: &Step) -> Vec<u8> {
         let outcome = self.cache.admit(step);
         assert!(outcome.is_ready(), "{}", outcome.message());
         let filed = self.cache.plan(step).unwrap();
@@ -74,9 +88,7 @@ impl Run {
                 let read = self.cache.read(step, filed, layer, step.token_ids.len());
                 for (read, written) in read.iter().zip([&k, &v]) {
                     for (read, written) in read.chunks(DIM).zip(written.chunks(DIM)) {
-                        let most = written.iter().fold(0.0, |m: f32, x| m.max(x.abs()));
-                        let half = most / 254.0 * (1.0 + 1e-5);
-                        assert!(read.iter().zip(written).all(|(a, b)| (a - b).abs() <= half));
+                        assert!(self.holds(read, written), "{}", self.dtype);
                     }
                 }
             }
@@ -87,24 +99,32 @@ impl Run {
         bytes
     }
 
-    fn feed(&mut self, slot: u32, label: u32, ids: &[u32]) -> Vec<i8> {
+    fn feed(&mut self, slot: u32, label: u32, ids: &[u32]) -> Vec<u8> {
         let step = self.step(slot, label, ids);
         self.run(&step)
     }
 
     /// Rows and scales of the plan's only stream, in order of its tokens.
-    fn bytes(&self, plan: &KvPlan) -> Vec<i8> {
+    fn bytes(&self, plan: &KvPlan) -> Vec<u8> {
         let (pages, mut all) = (plan.pages(0, PAGE), Vec::new());
+        let row = DIM + if self.dtype == "i8" { SCALE_BYTES } else { 0 };
         for position in 0..plan.len[0] {
             for layer in 0..LAYERS {
                 let view = self.cache.kv.layer_view(layer).unwrap();
-                assert_eq!(view.k.shape()[3] as usize, DIM + SCALE_BYTES);
+                assert_eq!(view.k.shape()[3] as usize, row);
                 let strides = view.k.raw().strides.map(|s| s as usize);
                 for head in 0..HEADS {
                     let page = pages[(position / PAGE) as usize] as usize * strides[0];
                     let at = page + (position % PAGE) as usize * strides[1] + head * strides[2];
                     for half in [&view.k, &view.v] {
-                        all.extend(half.window::<i8>(at, DIM + SCALE_BYTES).unwrap());
+                        match self.dtype {
+                            "i8" => all.extend(
+                                half.window(at, row).unwrap().iter().map(|&x: &i8| x as u8),
+                            ),
+                            _ => {
+                                all.extend(half.window(at, row).unwrap().iter().map(|x: &E4m3| x.0))
+                            }
+                        }
                     }
                 }
             }
@@ -113,7 +133,7 @@ impl Run {
     }
 
     /// A prompt with what is cached skipped; how much that was, and all bytes that it reads.
-    fn prompt(&mut self, slot: u32, prompt: &[u32]) -> (u32, Vec<i8>) {
+    fn prompt(&mut self, slot: u32, prompt: &[u32]) -> (u32, Vec<u8>) {
         self.ingest(slot, prompt);
         let (r, node) = (&self.cache.resource, NodeId(0));
         let found = r.resolve_cached_prefix(rid(slot), node, WalkId(0)).unwrap().unwrap_or(0);
@@ -136,12 +156,16 @@ fn tokens(range: std::ops::Range<u32>) -> Vec<u32> {
 
 #[test]
 fn what_is_kept_and_moved_is_what_was_computed_to_the_byte() {
+    TYPES.into_iter().for_each(kept_and_moved);
+}
+
+fn kept_and_moved(dtype: &'static str) {
     let dir = tempfile::tempdir().unwrap();
     let disk = format!(r#", "disk_file": {:?}, "disk_size": "1MiB""#, dir.path().join("pages"));
     let prompt = tokens(0..11);
-    let (_, want) = Run::new(16, "").prompt(0, &prompt);
+    let (_, want) = Run::new(dtype, 16, "").prompt(0, &prompt);
     for tiers in [r#", "host_pages": 16"#, disk.as_str()] {
-        let mut run = Run::new(4, tiers);
+        let mut run = Run::new(dtype, 4, tiers);
         assert_eq!(run.prompt(0, &prompt), (0, want.clone()));
         // The whole request, and then cached pages, go and come back; others write where they were.
         assert_eq!(run.cache.resource.offload(rid(0)).unwrap(), 3);
@@ -149,7 +173,7 @@ fn what_is_kept_and_moved_is_what_was_computed_to_the_byte() {
         run.end(1);
         assert!(run.cache.resource.reload(rid(0)).unwrap());
         let next = run.feed(0, 0, &[11]);
-        assert_eq!(next[..want.len()], want, "{tiers}");
+        assert_eq!(next[..want.len()], want, "{dtype}{tiers}");
         run.end(0);
         run.prompt(2, &tokens(600..616));
         run.end(2);
@@ -163,12 +187,16 @@ fn what_is_kept_and_moved_is_what_was_computed_to_the_byte() {
         run.end(4);
     }
     // A later process finds them.
-    assert_eq!(Run::new(8, &disk).prompt(0, &prompt), (8, want));
+    assert_eq!(Run::new(dtype, 8, &disk).prompt(0, &prompt), (8, want));
 }
 
 #[test]
 fn forks_and_rewinds_copy_scales() {
-    let mut run = Run::new(16, "");
+    TYPES.into_iter().for_each(forks_and_rewinds);
+}
+
+fn forks_and_rewinds(dtype: &'static str) {
+    let mut run = Run::new(dtype, 16, "");
     let prompt = tokens(0..9);
     let (_, want) = run.prompt(0, &prompt);
     let mut pre_forks = PlanVec::default();
@@ -189,7 +217,11 @@ fn forks_and_rewinds_copy_scales() {
 
 #[test]
 fn another_worker_reads_the_same_bytes() {
-    let (mut from, mut to) = (Run::new(16, ""), Run::new(16, ""));
+    TYPES.into_iter().for_each(another_worker);
+}
+
+fn another_worker(dtype: &'static str) {
+    let (mut from, mut to) = (Run::new(dtype, 16, ""), Run::new(dtype, 16, ""));
     let prompt = tokens(0..10);
     let (_, want) = from.prompt(0, &prompt);
     let info = from.cache.resource.publish(rid(0)).unwrap().unwrap();
