@@ -18,6 +18,7 @@ import time
 import torch
 
 from harness import Kernel, Step
+from instances import BEHIND, ELEMENT
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("parts", nargs="*", default=["decode", "other", "prefill"])
@@ -179,6 +180,9 @@ if "other" in args.parts:
         "fp8, 64 x 4096": dict(kv="E4M3"),
         "fp8, 64 x 8192": dict(kv="E4M3", lens=[8192] * 64),
         "fp8 head_dim 256, 64 x 4096": dict(kv="E4M3", head_dim=256),
+        "i8, 64 x 4096": dict(kv="I8"),
+        "i8, 64 x 8192": dict(kv="I8", lens=[8192] * 64),
+        "i8 head_dim 256, 64 x 4096": dict(kv="I8", head_dim=256),
         "f16, 64 x 4096": dict(kv="F16"),
         "window 1024, 64 x 4096": dict(window=1024),
         "window 1024, 256 x 4096": dict(window=1024, lens=[4096] * 256),
@@ -200,9 +204,9 @@ if "other" in args.parts:
                    "GROUP_TILE": 8 if more.get("group", 4) <= 8 else 16}
         try:
             step = Step(lens, [1] * len(lens), poison=False, **{"layers": 8, **more})
-            size = 1 if step.kv == "E4M3" else 2
+            size = ELEMENT[step.kv] + BEHIND.get(step.kv, 0) / step.head_dim
             seen = sum(min(n, step.window or n) for n in lens)
-            bytes_read = seen * step.kv_heads * step.head_dim * 2 * size
+            bytes_read = int(seen * step.kv_heads * step.head_dim * 2 * size)
             for text in bench_step(step, defines, bytes_read, args.other, same=False):
                 print(f"{name}: {text} GB/s", flush=True)
             step = None

@@ -7,9 +7,9 @@ import math
 
 import torch
 
-from instances import ELEMENT, compile_kernel, decode_geometry
+from instances import BEHIND, ELEMENT, compile_kernel, decode_geometry
 
-DTYPE = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "E4M3": torch.float8_e4m3fn}
+DTYPE = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "E4M3": torch.float8_e4m3fn, "I8": torch.int8}
 cuda = ctypes.CDLL("libcuda.so.1")
 
 
@@ -81,7 +81,8 @@ class Kernel:
         elif self.name == "attention_prefill":
             block = 64 if head_dim == 256 else 128
             grid = (-(-args.tokens * args.group // block) + args.rows, args.kv_heads, 1)
-            self.launch(args, grid, 128, 2 * head_dim * (block + 256) + 1024)
+            scales = 1024 if self.defines["KV_TYPE"] == "KV_I8" else 0
+            self.launch(args, grid, 128, 2 * head_dim * (block + 256) + 1024 + scales)
         else:
             self.launch(args, (max(args.tokens, 1), args.kv_heads * args.group, 1), 128, 0)
 
@@ -106,12 +107,19 @@ class Step:
             table[seats[r], :need[r]] = torch.tensor(order[at:at + need[r]], dtype=torch.int32)
             at += need[r]
         element = DTYPE[kv]
-        inner = (kv_heads, page, head_dim) if layout == "hnd" else (page, kv_heads, head_dim)
+        row = head_dim + BEHIND.get(kv, 0)
+        inner = (kv_heads, page, row) if layout == "hnd" else (page, kv_heads, row)
         self.bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[ELEMENT[kv]]
         if poison:
-            pool = torch.full((pages, layers, 2) + inner, 0x7f if kv == "E4M3" else -1, dtype=self.bits, device=device)
+            # All bits set are no number in any of the types, but for e4m3; a scale of them is none either.
+            fill = {"E4M3": 0x7f, "I8": 0xff}.get(kv, -1)
+            pool = torch.full((pages, layers, 2) + inner, fill, dtype=self.bits, device=device)
         elif kv == "E4M3":
             pool = torch.randint(0, 112, (pages, layers, 2) + inner, dtype=torch.uint8, device=device)
+        elif kv == "I8":
+            pool = torch.randint(0, 256, (pages, layers, 2) + inner, dtype=torch.uint8, device=device)
+            scale = torch.tensor([0.02], device=device).view(torch.uint8)
+            pool[..., head_dim:] = scale
         else:
             pool = torch.empty((pages, layers, 2) + inner, dtype=element, device=device).normal_().view(self.bits)
         self.pool = pool
@@ -126,7 +134,8 @@ class Step:
                 if window:
                     first = max(0, n - spans[r] + 1 - window)
                     table[seats[r], :first // page] = -1
-                kv_rows = torch.randn((2, n, kv_heads, head_dim), generator=rng).to(device).to(element)
+                kv_rows = torch.randn((2, n, kv_heads, head_dim), generator=rng).to(device)
+                kv_rows = self.scaled(kv_rows) if kv == "I8" else kv_rows.to(element)
                 self.contents.append(kv_rows)
                 if n > first:
                     positions = torch.arange(first, n)
@@ -150,6 +159,19 @@ class Step:
         self.counter = torch.zeros(max(rows * kv_heads, 8 * self.blocks) + 2, dtype=torch.int32, device=device)
         self.strides = {"page_stride": strides[0], "head_stride": strides[3], "slot_stride": strides[4]}
 
+    @staticmethod
+    def scaled(rows):
+        """Rows of int8 with the scale of each behind it, as bytes."""
+        step = rows.abs().amax(-1, keepdim=True) / 127
+        scale = step.flatten().view(torch.uint8).view(*rows.shape[:-1], 4)  # of one head its stride would be 0
+        return torch.cat([(rows / step).round().to(torch.int8).view(torch.uint8), scale], -1)
+
+    def held(self, rows):
+        """What rows as they are stored stand for, in float64."""
+        if self.kv != "I8":
+            return rows.double()
+        return rows[..., :self.head_dim].view(torch.int8).double() * rows[..., self.head_dim:].flatten().view(torch.float32).double().view(*rows.shape[:-1], 1)
+
     def args(self, layer=None):
         layer = self.layer if layer is None else layer
         p = lambda t: t.data_ptr()
@@ -167,8 +189,8 @@ class Step:
         q = self.q[first:first + span].double()
         if n == 0:
             return torch.zeros_like(q)
-        k = self.contents[r][0].double() * self.k_scale
-        v = self.contents[r][1].double() * self.v_scale
+        k = self.held(self.contents[r][0]) * self.k_scale
+        v = self.held(self.contents[r][1]) * self.v_scale
         k, v = (x.repeat_interleave(self.group, dim=1) for x in (k, v))
         logits = torch.einsum("shd,nhd->hsn", q, k) * self.scale
         if self.softcap:

@@ -9,7 +9,8 @@ import pathlib
 import re
 
 KERNELS = pathlib.Path(__file__).resolve().parents[2] / "crates" / "device" / "kernels"
-ELEMENT = {"BF16": 2, "F16": 2, "E4M3": 1, "F32": 4}
+ELEMENT = {"BF16": 2, "F16": 2, "E4M3": 1, "I8": 1, "F32": 4}
+BEHIND = {"I8": 4}  # bytes behind a row, for its scale
 
 
 def library():
@@ -83,7 +84,7 @@ def instances():
     """A list of (file, defines) that together cover every macro."""
     found = []
     for head_dim in (64, 128, 256):
-        for kv in ("BF16", "F16", "E4M3"):
+        for kv in ("BF16", "F16", "E4M3", "I8"):
             for q in ("BF16", "F32"):
                 for group_tile in (8, 16):
                     found.append(instance("attention_decode.cu", head_dim, kv, q, GROUP_TILE=group_tile))
@@ -97,7 +98,8 @@ def instances():
 
 def decode_geometry(defines):
     """Warps and stages of attention_decode.cu for these defines (its defaults), and the bytes of one row."""
-    row = defines["HEAD_DIM"] * ELEMENT[defines["KV_TYPE"][3:]]
+    kv = defines["KV_TYPE"][3:]
+    row = defines["HEAD_DIM"] * ELEMENT[kv] + BEHIND.get(kv, 0)
     few = row >= 256 or defines["GROUP_TILE"] > 8
     warps = defines.get("WARPS", 4 if row >= 512 else 8 if few else 12)
     stages = defines.get("STAGES", 3 if row >= 256 else (8 if few else 7) if row < 128 else 6 if few else 4)

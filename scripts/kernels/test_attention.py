@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Holds the attention kernels to float64 on a GPU: random shapes, poisoned pools and outputs, replays, determinism.
 
-    scripts/kernels/test_attention.py [--cases 60] [--seed 1] [--only decode]     (exit status 1 after any failure)
+    scripts/kernels/test_attention.py [--cases 60] [--seed 1] [--only decode] [--kv I8]     (exit status 1 after any failure)
 """
 import argparse
 import random
@@ -16,6 +16,7 @@ parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.R
 parser.add_argument("--cases", type=int, default=60, help="random cases per kernel")
 parser.add_argument("--seed", type=int, default=1)
 parser.add_argument("--only", default="")
+parser.add_argument("--kv", default="", help="caches of this type alone")
 parser.add_argument("--define", nargs="*", default=[], help="NAME=VALUE more, for attention_decode (COPY_ENGINE=0: as before sm_90)")
 args = parser.parse_args()
 ODD = [0, 1, 2, 15, 16, 17, 31, 32, 33, 63, 64, 65, 100, 127, 128, 129, 255, 257, 500, 1000, 1023, 1025, 2049, 4099]
@@ -57,7 +58,8 @@ def random_step(name, rng):
         spans = [s or rng.choice([0, 1]) for s in spans]
         causal = causal and all(s <= n for s, n in zip(spans, lens))
     head_dim = rng.choice([64, 128, 128, 256] + ([80, 32] if exact else []))
-    return dict(lens=lens, spans=spans, head_dim=head_dim, kv=rng.choice(["F32"] * 3 * exact + ["BF16", "BF16", "F16", "E4M3"]),
+    kv = rng.choice(["F32"] * 3 * exact + ["BF16", "BF16", "F16", "E4M3", "I8"])
+    return dict(lens=lens, spans=spans, head_dim=head_dim, kv=args.kv or kv,
                 q=rng.choice(["BF16", "F32"]), kv_heads=rng.choice([1, 2, 3, 8]), group=rng.choice([1, 2, 3, 4, 4, 7, 8, 12, 16]),
                 page=rng.choice([16, 16, 16, 32, 48, 64, 1, 8, 5]), layers=rng.choice([1, 3]), layout=rng.choice(["hnd", "hnd", "nhd"]),
                 window=rng.choice([0, 0, 1, 5, 100, 1000]) * causal, causal=int(causal), softcap=rng.choice([0, 0, 30.0]),

@@ -71,7 +71,9 @@ fn run(embed: Option<PathBuf>, archs: &[Arch]) -> device::Result<usize> {
 
 /// Kernels that may spill, and how many bytes: what they lose by it was measured, or is too little to
 /// measure.
-const MAY_SPILL: [(&str, Arch, u32); 3] = [
+const MAY_SPILL: [(&str, Arch, u32); 5] = [
+    ("attention_prefill HEAD_DIM=128 KV_TYPE=KV_I8", Arch::SM_80, 44),
+    ("attention_prefill HEAD_DIM=128 KV_TYPE=KV_I8", Arch::SM_90A, 40),
     ("attention_prefill", Arch::SM_90A, 12),
     ("attention_prefill", Arch::SM_100A, 48),
     ("decode_step_8", Arch::SM_90A, 12),
@@ -88,7 +90,7 @@ fn compile(instance: &Instance, arch: Arch, spilling: &mut usize) -> device::Res
             "{name:<64} {arch:>8} {:>5} {:>6} {:>6} {:>7}",
             kernel.registers, kernel.stack, kernel.spills, kernel.shared
         );
-        let allowed = MAY_SPILL.iter().find(|(k, a, _)| (*k, *a) == (kernel.name.as_str(), arch));
+        let allowed = MAY_SPILL.iter().find(|(k, a, _)| name.starts_with(k) && *a == arch);
         *spilling += usize::from(kernel.spills > allowed.map_or(0, |(.., bytes)| *bytes));
     }
     Ok(cubin)

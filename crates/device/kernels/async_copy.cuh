@@ -31,6 +31,11 @@ DEVICE void copy_async16(u32 shared, const void* global, u32 bytes = 16) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(bytes) : "memory");
 }
 
+// The same of 4 bytes.
+DEVICE void copy_async4(u32 shared, const void* global, u32 bytes = 4) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared), "l"(global), "r"(bytes) : "memory");
+}
+
 DEVICE void barrier_init(u32 barrier) {
     asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(ARRIVALS) : "memory");
 }

@@ -4,7 +4,7 @@
 // -D macros and an architecture; --std=c++17 is enough.
 //
 //   -D HEAD_DIM=64 | 128 | 256      elements per head (attention_exact.cu: any multiple of 4 up to 256)
-//   -D KV_TYPE=KV_BF16 | KV_F16 | KV_E4M3 | KV_F32   element type of the cache (KV_F32: attention_exact.cu only)
+//   -D KV_TYPE=KV_BF16 | KV_F16 | KV_E4M3 | KV_I8 | KV_F32   element type of the cache (KV_F32: attention_exact.cu only)
 //   -D Q_TYPE=Q_BF16 | Q_F32        element type of q and of out
 //
 // Which kernel takes which rows of a step (a row is one stream, see AttentionArgs):
@@ -30,6 +30,7 @@ typedef long long i64;
 #define KV_F16 1
 #define KV_E4M3 2
 #define KV_F32 3
+#define KV_I8 4  // a row has its scale, a float, behind it: an element stands for itself times that
 #define Q_BF16 0
 #define Q_F32 1
 
@@ -48,8 +49,8 @@ struct AttentionArgs {
     const u32* table;        // [seats, table_stride] pages in stream order; entries past ceil(len/page_size) unread
     float* partial;          // attention_decode: workspace, any contents; see attention_decode.cu for its size
     u32* counter;            // attention_decode: workspace, zero before the first launch; every launch leaves it zero
-    i64 page_stride;         // strides of the cache in elements. Each must be a multiple of 16 bytes, and so must
-    i64 head_stride;         //   k and v themselves
+    i64 page_stride;         // strides of the cache in elements. Each must be a multiple of 16 bytes (KV_I8: 4), and so
+    i64 head_stride;         //   must k and v themselves
     i64 slot_stride;
     i64 q_stride;            // elements from token to token in q and out: multiples of 8, or q_heads * HEAD_DIM
     i64 out_stride;
@@ -73,6 +74,8 @@ struct AttentionArgs {
 
     __device__ __forceinline__ u32 length(u32 row) const { return min(len[row], table_stride * page_size); }
     __device__ __forceinline__ u32 page(u32 entry) const { return min(entry, pages - 1); }
+    // Whether 16 rows of bytes that lie together begin at a multiple of 16, where the first of a page do.
+    __device__ __forceinline__ bool runs_are_aligned() const { return ((u64)k | (u64)v | (u64)page_stride | (u64)head_stride) % 16 == 0; }
     // Whether there are the row's seat and its tokens.
     __device__ __forceinline__ bool has(u32 row, u32 its_span) const {
         return seat[row] < seats && its_span <= tokens && token_start[row] <= tokens - its_span;

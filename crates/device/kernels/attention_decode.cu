@@ -50,7 +50,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_decode(const 
     bool works = work.deal.total && blockIdx.x < work.deal.blocks;
     if (works) segment = work.first(), works = segment.unit < work.deal.end;
     Loader loader = {work, segment, segment.first + warp, 0, 0, warp, lane, stages, barriers,
-                     a.slot_stride == HEAD_DIM && a.page_size % TILE == 0};
+                     a.slot_stride == ROW / ESIZE && a.page_size % TILE == 0 && (!SCALED || a.runs_are_aligned())};
     if (works && loader.runs) loader.look_up();
     AFTER_KERNEL_BEFORE();
 

@@ -23,10 +23,21 @@ DEVICE float to_float(Element x) { return bf16_to_float(x); }
 #elif KV_TYPE == KV_F16
 typedef u16 Element;
 DEVICE float to_float(Element x) { return f16_to_float(x); }
+#elif KV_TYPE == KV_I8
+typedef signed char Element;
+DEVICE float to_float(Element x) { return (float)x; }
 #else
 typedef unsigned char Element;
 DEVICE float to_float(Element x) { return f16_to_float(e4m3x2_to_f16x2(x) & 0xffff); }
 #endif
+// The scale behind a row.
+DEVICE float scale_of(const Element* row) {
+#if KV_TYPE == KV_I8
+    return *(const float*)(row + HEAD_DIM);
+#else
+    return 1.f;
+#endif
+}
 struct alignas(4 * sizeof(Element)) Elements4 { Element x, y, z, w; };
 
 DEVICE float max_over_warp(float x) {
@@ -75,15 +86,20 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 4) attention_exact(cons
                 Float4 y = query[i];
                 product += to_float(x.x) * y.x + to_float(x.y) * y.y + to_float(x.z) * y.z + to_float(x.w) * y.w;
             }
-            score = logit2(product, scale2, a.softcap);
+            score = logit2(product * scale_of(k + offset), scale2, a.softcap);
         }
         const float top = fmaxf(maximum, max_over_warp(score)), shrink = exp2f(maximum - top), p = exp2f(score - top);
         maximum = top;
         weight = weight * shrink + p;
         for (int i = 0; i < OWN; i++) sum[i] *= shrink;
+#if KV_TYPE == KV_I8
+        const float scaled = position < end ? p * scale_of(v + offset) : 0.f;
+#else
+        const float scaled = p;
+#endif
 #pragma unroll 2
         for (u32 t = 0; t < min(32u, end - from); t++) {
-            const float share = __shfl_sync(~0u, p, t);
+            const float share = __shfl_sync(~0u, scaled, t);
             const Element* value = v + __shfl_sync(~0u, offset, t);
 #pragma unroll
             for (int i = 0; i < OWN; i++)

@@ -2,14 +2,14 @@
 //
 //   extern "C" __global__ void attention_prefill(AttentionArgs args)
 //
-// Rows taken: span >= min_span. KV_TYPE: KV_BF16, KV_F16, KV_E4M3. A row of len 0 gets 0.
+// Rows taken: span >= min_span. KV_TYPE: KV_BF16, KV_F16, KV_E4M3, KV_I8. A row of len 0 gets 0.
 //
 // A block takes BLOCK_M packed queries of one row and one key/value head: query i is token i / group, head i % group.
 //   BLOCK_M = 128 (HEAD_DIM 256: 64)
 // Launch: grid (ceil(tokens * group / BLOCK_M) + rows, kv_heads, 1), `tokens` and `rows` being bounds (blocks
 //         without work leave at once); block (128, 1, 1);
 //         dynamic shared memory, bytes: 2 * HEAD_DIM * (BLOCK_M + 4 * 64) + 1024
-//         (HEAD_DIM 64: 49 KiB, 128: 97 KiB, 256: 161 KiB).
+//         (HEAD_DIM 64: 49 KiB, 128: 97 KiB, 256: 161 KiB), and 1024 more for KV_I8.
 // Workspace: none.
 //
 // Deterministic and batch invariant: a token's bits depend on its own row's span, len, keys and values alone.
@@ -22,7 +22,8 @@
 constexpr int WARPS = 4, THREADS = 32 * WARPS;
 constexpr int BLOCK_M = HEAD_DIM == 256 ? 64 : 128;  // packed queries of a block
 constexpr int BLOCK_N = 64;                          // tokens of the stream per pass
-constexpr int ESIZE = KV_TYPE == KV_E4M3 ? 1 : 2;
+constexpr bool SCALED = KV_TYPE == KV_I8;            // rows have their scales behind them
+constexpr int ESIZE = KV_TYPE == KV_E4M3 || SCALED ? 1 : 2;
 constexpr int ROW = 2 * HEAD_DIM;                    // bytes of a query, key or value in shared memory
 constexpr int TILE = BLOCK_N * ROW;                  // keys or values of a pass
 constexpr int ROW_TILES = BLOCK_M / (16 * WARPS);    // 16-row tiles of a warp
@@ -34,6 +35,8 @@ constexpr int K_STEPS = HEAD_DIM / 16;
 // two passes as they come.
 constexpr int QUERIES = BLOCK_M * ROW;
 constexpr int RAW = QUERIES + 2 * TILE;
+constexpr int RAW_ROW = HEAD_DIM + (SCALED ? 4 : 0);  // bytes, with a scale
+constexpr int RAW_HALF = BLOCK_N * RAW_ROW;           // keys or values of a pass
 
 // Byte of 16-byte piece `piece` of row `row`: pieces are exchanged so that eight rows' same piece lies in different banks.
 DEVICE u32 swizzled(u32 row, u32 piece) { return row * ROW + (piece ^ (row & 7)) * 16; }
@@ -98,7 +101,7 @@ struct Loader {
     u32 warp, lane;
     u32 page;  // of this lane's token in the next pass to be loaded
 
-    DEVICE u32 row_of(u32 i) const { return i / SHARE * (SHARE * WARPS) + warp * SHARE + i % SHARE; }
+    DEVICE u32 row_of(u32 i) const { return SCALED ? warp * 16 + i : i / SHARE * (SHARE * WARPS) + warp * SHARE + i % SHARE; }
 
     DEVICE void look_up(u32 pass) {
         const u32 position = pass * BLOCK_N + row_of(lane % 16);
@@ -113,6 +116,34 @@ struct Loader {
         const char* k = (const char*)a.k;
         const char* v = (const char*)a.v;
         look_up(pass + 1);
+        if constexpr (SCALED) {
+            const bool runs = a.slot_stride == RAW_ROW && a.page_size % 16 == 0 && a.runs_are_aligned();
+            if (runs && __all_sync(~0u, inside)) {
+                const i64 from = __shfl_sync(~0u, offset, 0);
+                const u32 to = target + warp * 16 * RAW_ROW;
+#pragma unroll 1
+                for (u32 piece = lane; piece < RAW_ROW; piece += 32) {
+                    copy_async16(to + piece * 16, k + from + piece * 16);
+                    copy_async16(to + RAW_HALF + piece * 16, v + from + piece * 16);
+                }
+                copy_async_commit();
+                return;
+            }
+            // Rows at any word, or not all of the stream: no copy of 16 bytes will do.
+            constexpr u32 WORDS = RAW_ROW / 4;
+#pragma unroll 1
+            for (u32 first = 0; first < 16 * WORDS; first += 32) {
+                const u32 i = first + lane, source = i / WORDS, at = i % WORDS * 4;
+                const i64 from = __shfl_sync(~0u, offset, source % 16) + at;
+                const u32 bytes = __shfl_sync(~0u, inside, source % 16) ? 4 : 0;
+                if (source >= 16) continue;
+                const u32 to = target + row_of(source) * RAW_ROW + at;
+                copy_async4(to, bytes ? k + from : k, bytes);
+                copy_async4(to + RAW_HALF, bytes ? v + from : v, bytes);
+            }
+            copy_async_commit();
+            return;
+        }
 #pragma unroll
         for (int i = 0; i < 16; i += SHARE) {
             const u32 source = i + lane / PIECES % SHARE, piece = lane % PIECES;
@@ -121,23 +152,46 @@ struct Loader {
             const u32 row = row_of(source);
             const u32 to = target + (ESIZE == 2 ? swizzled(row, piece) : row * HEAD_DIM + piece * 16);
             copy_async16(to, bytes ? k + from : k, bytes);
-            copy_async16(to + TILE * ESIZE / 2, bytes ? v + from : v, bytes);
+            copy_async16(to + (ESIZE == 2 ? TILE : RAW_HALF), bytes ? v + from : v, bytes);
         }
         copy_async_commit();
     }
 };
 
-// 8-bit keys and values of a pass to 16 bits.
-DEVICE void widen(u32 from, u32 to) {
-    for (u32 i = threadIdx.x; i < 2 * BLOCK_N * HEAD_DIM / 16; i += THREADS) {
+// So many rows of 8-bit keys or values to 16 bits.
+template <bool VALUES, int ROWS> DEVICE void widen(u32 from, u32 to) {
+    for (u32 i = threadIdx.x; i < ROWS * HEAD_DIM / 16; i += THREADS) {
         const u32 row = i / (HEAD_DIM / 16), piece = i % (HEAD_DIM / 16) * 2;
-        const Word4 w = load_shared4(from + i * 16);
+        Word4 w;
+        if constexpr (SCALED) {
+            const u32 at = from + row * RAW_ROW + piece * 8;
+            w = {load_shared1(at), load_shared1(at + 4), load_shared1(at + 8), load_shared1(at + 12)};
+        } else {
+            w = load_shared4(from + i * 16);
+        }
         const u32 words[4] = {w.x, w.y, w.z, w.w};
 #pragma unroll
-        for (int h = 0; h < 2; h++)
-            asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(to + swizzled(row, piece + h)),
-                         "r"(e4m3x2_to_f16x2(words[2 * h])), "r"(e4m3x2_to_f16x2(words[2 * h] >> 16)),
-                         "r"(e4m3x2_to_f16x2(words[2 * h + 1])), "r"(e4m3x2_to_f16x2(words[2 * h + 1] >> 16)) : "memory");
+        for (int h = 0; h < 2; h++) {
+            u32 wide[4];
+#pragma unroll
+            for (int j = 0; j < 2; j++) {
+                const u32 x = words[2 * h + j];
+                wide[2 * j] = VALUES ? widen_values<0>(x) : widen_keys<0>(x);
+                wide[2 * j + 1] = VALUES ? widen_values<1>(x) : widen_keys<1>(x);
+            }
+            asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(to + swizzled(row, piece + h)), "r"(wide[0]), "r"(wide[1]),
+                         "r"(wide[2]), "r"(wide[3]) : "memory");
+        }
+    }
+}
+
+// Multiplies what this lane has of the n-th eight tokens with their scales.
+DEVICE void scale_pair(float (&score)[ROW_TILES][N_TILES][4], int n, u32 scales) {
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        const float scale = __uint_as_float(load_shared1(scales + (n * 8 + i) * RAW_ROW));
+#pragma unroll
+        for (int w = 0; w < ROW_TILES; w++) score[w][n][i] *= scale, score[w][n][i + 2] *= scale;
     }
 }
 
@@ -202,8 +256,10 @@ attention_prefill(const __grid_constant__ AttentionArgs a) {
             keys += turn * 2 * TILE;
             if (more) loader.load(from / BLOCK_N + 1, shared + QUERIES + (turn ^ 1) * 2 * TILE);
         } else {
-            if (more) loader.load(from / BLOCK_N + 1, shared + RAW + (turn ^ 1) * TILE);
-            widen(shared + RAW + turn * TILE, keys);
+            if (more) loader.load(from / BLOCK_N + 1, shared + RAW + (turn ^ 1) * 2 * RAW_HALF);
+            const u32 raw = shared + RAW + turn * 2 * RAW_HALF;
+            if constexpr (SCALED) widen<false, BLOCK_N>(raw, keys), widen<true, BLOCK_N>(raw + RAW_HALF, keys + TILE);
+            else widen<false, 2 * BLOCK_N>(raw, keys);
             __syncthreads();
         }
 
@@ -225,11 +281,17 @@ attention_prefill(const __grid_constant__ AttentionArgs a) {
                 ldmatrix4(k, keys + (key_at ^ 32 * s) + n * 8 * ROW);
 #pragma unroll
                 for (int w = 0; w < ROW_TILES; w++) {
-                    mma(score[w][n], q[w][0], q[w][1], q[w][2], q[w][3], k[0], k[1]);
-                    mma(score[w][n + 1], q[w][0], q[w][1], q[w][2], q[w][3], k[2], k[3]);
+                    mma_keys(score[w][n], q[w][0], q[w][1], q[w][2], q[w][3], k[0], k[1]);
+                    mma_keys(score[w][n + 1], q[w][0], q[w][1], q[w][2], q[w][3], k[2], k[3]);
                 }
             }
         }
+
+        // Scales lie behind the rows as they came.
+        const u32 scales = shared + RAW + turn * 2 * RAW_HALF + 2 * c * RAW_ROW + HEAD_DIM;
+        if constexpr (SCALED)
+#pragma unroll
+            for (int n = 0; n < N_TILES; n++) scale_pair(score, n, scales);
 
         const float raw_scale2 = a.scale * a.k_scale * LOG2E, scale2 = a.softcap != 0.f ? 1.f : raw_scale2;
         if (a.softcap != 0.f)
@@ -279,6 +341,9 @@ attention_prefill(const __grid_constant__ AttentionArgs a) {
             for (int d = 0; d < D_TILES; d++) sum[r / 2][d][r % 2 * 2] *= shrink, sum[r / 2][d][r % 2 * 2 + 1] *= shrink;
         }
 
+        if constexpr (SCALED)
+#pragma unroll
+            for (int n = 0; n < N_TILES; n++) scale_pair(score, n, scales + RAW_HALF);
         const u32 values = keys + TILE;
 #pragma unroll
         for (int s = 0; s < BLOCK_N / 16; s++) {
@@ -286,15 +351,15 @@ attention_prefill(const __grid_constant__ AttentionArgs a) {
 #pragma unroll
             for (int w = 0; w < ROW_TILES; w++)
 #pragma unroll
-                for (int i = 0; i < 4; i++) p[w][i] = pack_half(score[w][2 * s + i / 2][i % 2 * 2], score[w][2 * s + i / 2][i % 2 * 2 + 1]);
+                for (int i = 0; i < 4; i++) p[w][i] = pack_weights(score[w][2 * s + i / 2][i % 2 * 2], score[w][2 * s + i / 2][i % 2 * 2 + 1]);
 #pragma unroll
             for (int d = 0; d < D_TILES; d += 2) {
                 u32 v[4];
                 ldmatrix4_transposed(v, values + (value_at ^ 16 * d) + s * 16 * ROW);
 #pragma unroll
                 for (int w = 0; w < ROW_TILES; w++) {
-                    mma(sum[w][d], p[w][0], p[w][1], p[w][2], p[w][3], v[0], v[1]);
-                    mma(sum[w][d + 1], p[w][0], p[w][1], p[w][2], p[w][3], v[2], v[3]);
+                    mma_values(sum[w][d], p[w][0], p[w][1], p[w][2], p[w][3], v[0], v[1]);
+                    mma_values(sum[w][d + 1], p[w][0], p[w][1], p[w][2], p[w][3], v[2], v[3]);
                 }
             }
         }

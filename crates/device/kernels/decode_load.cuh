@@ -37,6 +37,10 @@ struct Loader {
         held = 32;
     }
 
+    DEVICE static void store_word(u32 to, const char* from) {
+        asm volatile("st.shared.u32 [%0], %1;" ::"r"(to), "r"(*(const u32*)from) : "memory");
+    }
+
     // Begins to bring the tile that find() found.
     DEVICE void load(u32 stage) {
         const u32 target = stages + stage * STAGE, barrier = barriers + stage * 8;
@@ -57,6 +61,24 @@ struct Loader {
         u32 token = lane % 16, len = work.a.length(at.row), position = tile * TILE + token;
         bool inside = position < len && position >= work.begin_token(len);
         i64 bytes = inside ? token_element(position) * ESIZE : 0;
+        if (SCALED) {
+            // Rows at any word: no copy of 16 bytes is aligned.
+            constexpr u32 WORDS = ROW / 4;
+            for (u32 first = 0; first < TILE * WORDS; first += 32) {
+                const u32 i = first + lane, which = i / WORDS, at = i % WORDS * 4;
+                const i64 from = __shfl_sync(~0u, bytes, which % TILE) + at;
+                if (which >= TILE) continue;
+                store_word(target + which * ROW + at, k + from), store_word(target + HALF + which * ROW + at, v + from);
+            }
+            __syncwarp();
+#if COPY_ENGINE
+            if (lane == 0) barrier_expect(barrier, 0);
+#else
+            copy_async_arrive(barrier);
+#endif
+            tile += WARPS;
+            return;
+        }
 #if COPY_ENGINE
         u32 count = __popc(__ballot_sync(~0u, inside));
         if (lane == 0) barrier_expect(barrier, count * ROW);

@@ -3,8 +3,11 @@
 // Names end in the types: activations, then the cache's. Sizes and strides count elements unless they
 // say bytes. Pages are found by four strides, so that any order of pages, keys and values, heads and
 // slots will do; the elements of a head lie together. What names a page or a slot that there is not is
-// skipped. Pointers are 16-byte aligned (8-byte for an fp8
-// cache), strides and `dim` multiples of 8, unless a kernel says otherwise.
+// skipped. Pointers are 16-byte aligned (8-byte for an fp8 cache), strides and `dim` multiples of 8, unless a
+// kernel says otherwise.
+//
+// A cache of int8 has the scale of each row, a float, in the four bytes behind it, which are the same bytes as those of a
+// cache on the CPU. Its pointers and strides are multiples of 4, and so is `dim`.
 
 #include "overlap.cuh"
 #include "rope.cuh"
@@ -22,6 +25,47 @@ struct Pages {
     return keys + page * page_stride + slot * slot_stride + which * kv_stride + head * head_stride;
   }
 };
+
+// How large a step of a row is, and how many steps 1 is: a row's largest value is 127 steps.
+struct Steps {
+  float step, steps;
+
+  // `most` is the largest magnitude of the row, whose values are all finite where `finite`.
+  DEVICE Steps(float most, bool finite) {
+    step = most / 127.0f, steps = 127.0f / most;
+    if (!finite) {
+      // A row that is not finite has no scale that is a number, so that whoever reads it finds out.
+      step = __uint_as_float(0x7fc00000u), steps = 0.0f;
+    } else if (step < 1.17549435e-38f) {
+      step = 0.0f, steps = 0.0f;
+    } else if (step * 127.0f > 3.40282347e38f) {
+      // All steps together must not be more than there are numbers for.
+      step = __uint_as_float(__float_as_uint(step) - 1);
+    }
+  }
+  DEVICE void store8(signed char* to, const float (&x)[8]) const {
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      const float* y = x + 4 * h;
+      ((u32*)to)[h] = of(y[0]) | of(y[1]) << 8 | of(y[2]) << 16 | of(y[3]) << 24;
+    }
+  }
+  DEVICE u32 of(float x) const { return steps == 0.0f ? 0 : (u32)__float2int_rn(x * steps) & 0xff; }
+};
+
+DEVICE float max_lanes(float x, u32 lanes) {
+  for (u32 step = lanes / 2; step > 0; step /= 2) x = fmaxf(x, __shfl_xor_sync(ALL_LANES, x, step));
+  return x;
+}
+
+DEVICE bool is_finite(float x) { return fabsf(x) <= 3.40282347e38f; }
+
+DEVICE float to_float(signed char x) { return (float)x; }
+
+template <class C>
+constexpr bool is_scaled = false;
+template <>
+constexpr bool is_scaled<signed char> = true;
 
 template <class From, class To>
 DEVICE void copy8(const From* from, To* to) {
@@ -89,6 +133,47 @@ KV_WRITE(float, f32, float, f32)
 KV_WRITE(float, f32, e4m3, fp8)
 KV_WRITE(f16, f16, f16, f16)
 
+// The same into a cache of int8: a warp has a row. Nothing of the source need be aligned; `wide` is not looked at.
+// Grid: (tokens, ceil(2 * heads * 32 / blockDim.x)). Block: whole warps.
+template <class T>
+DEVICE void kv_write_scaled(const T* k, i64 k_token_stride, i64 k_head_stride, const T* v, i64 v_token_stride,
+                            i64 v_head_stride, const u32* write_page, const u32* write_slot,
+                            Pages<signed char> pages, u32 heads, u32 dim) {
+  IN_TURN();
+  u32 row = (blockIdx.y * blockDim.x + threadIdx.x) / 32, lane = threadIdx.x % 32;
+  if (row >= 2 * heads) return;
+  u32 which = row >= heads, head = which ? row - heads : row;
+  i64 token = blockIdx.x;
+  const T* from = which ? v + token * v_token_stride + head * v_head_stride
+                        : k + token * k_token_stride + head * k_head_stride;
+  u32 page = write_page[token], slot = write_slot[token];
+  if (!pages.has(page, slot)) return;
+  float most = 0.0f;
+  bool finite = true;
+  for (u32 i = lane; i < dim; i += 32) {
+    float x = to_float(from[i]);
+    most = fmaxf(most, fabsf(x)), finite &= is_finite(x);
+  }
+  Steps steps(max_lanes(most, 32), __all_sync(ALL_LANES, finite));
+  signed char* to = pages.at(page, slot, which, head);
+  for (u32 i = lane; i < dim; i += 32) to[i] = (signed char)steps.of(to_float(from[i]));
+  if (lane == 0) *(float*)(to + dim) = steps.step;
+}
+
+#define KV_WRITE_SCALED(T, name)                                                                  \
+  extern "C" __global__ void __launch_bounds__(256) kv_write_##name##_i8(                         \
+      const T* k, i64 k_token_stride, i64 k_head_stride, const T* v, i64 v_token_stride,          \
+      i64 v_head_stride, const u32* write_page, const u32* write_slot, signed char* keys,         \
+      i64 page_stride, i64 kv_stride, i64 head_stride, i64 slot_stride, u32 num_pages,            \
+      u32 page_size, u32 heads, u32 dim, u32 wide) {                                              \
+    Pages<signed char> pages = {keys,        page_stride, kv_stride, head_stride,                 \
+                                slot_stride, num_pages,   page_size};                             \
+    kv_write_scaled(k, k_token_stride, k_head_stride, v, v_token_stride, v_head_stride,           \
+                    write_page, write_slot, pages, heads, dim);                                   \
+  }
+KV_WRITE_SCALED(bf16, bf16)
+KV_WRITE_SCALED(float, f32)
+
 // Reads back the slots of a step, as float32. For tests and tools: an item is one element.
 //
 // k, v [tokens, heads, dim], contiguous. Grid: (tokens, ceil(2 * heads * dim / blockDim.x)).
@@ -101,7 +186,12 @@ DEVICE void kv_read(float* k, float* v, const u32* write_page, const u32* write_
   u32 which = row >= heads, head = which ? row - heads : row;
   i64 token = blockIdx.x;
   u32 page = write_page[token], slot = write_slot[token];
-  float x = pages.has(page, slot) ? to_float(pages.at(page, slot, which, head)[at]) : 0.0f;
+  float x = 0.0f;
+  if (pages.has(page, slot)) {
+    const C* from = pages.at(page, slot, which, head);
+    x = to_float(from[at]);
+    if constexpr (is_scaled<C>) x *= *(const float*)(from + dim);
+  }
   (which ? v : k)[(token * heads + head) * dim + at] = x;
 }
 
@@ -118,6 +208,7 @@ KV_READ(bf16, bf16)
 KV_READ(f16, f16)
 KV_READ(float, f32)
 KV_READ(e4m3, fp8)
+KV_READ(signed char, i8)
 
 // Normalizes queries and keys head by head (where weights are given), turns them by the position of
 // each token, writes keys and values into the step's slots, and leaves the queries in their place:
@@ -168,8 +259,32 @@ DEVICE void rope_write(T* q, i64 q_token_stride, u32 q_heads, const T* k, i64 k_
       for (int i = 0; i < 8; i++) b[i] = b[i] * factor * w[i];
     }
   }
-  if (!has_some) return;
-  turn_share(rope, share, positions[token], a, b);
+  if constexpr (!is_scaled<C>) {
+    if (!has_some) return;
+  }
+  // The lanes of a head behind its end have elements of zero, which stay zero.
+  if (has_some) turn_share(rope, share, positions[token], a, b);
+  if constexpr (is_scaled<C>) {
+    float most = 0.0f;
+    bool finite = true;
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+      most = fmaxf(most, fmaxf(fabsf(a[i]), fabsf(b[i])));
+      finite &= is_finite(a[i]) && is_finite(b[i]);
+    }
+    most = max_lanes(most, lanes);
+    Steps steps(most, max_lanes(finite ? 0.0f : 1.0f, lanes) == 0.0f);
+    if (!has_some) return;
+    if (!is_q) {
+      u32 page = write_page[token], slot = write_slot[token];
+      if (!pages.has(page, slot)) return;
+      C* to = pages.at(page, slot, is_v, head);
+      steps.store8(to + share.first, a);
+      steps.store8(to + share.second, b);
+      if (part == 0) *(float*)(to + dim) = steps.step;
+      return;
+    }
+  }
   if (is_q) {
     T* to = q + token * q_token_stride + head * dim;
     store8(to + share.first, a);
@@ -178,8 +293,10 @@ DEVICE void rope_write(T* q, i64 q_token_stride, u32 q_heads, const T* k, i64 k_
     u32 page = write_page[token], slot = write_slot[token];
     if (!pages.has(page, slot)) return;
     C* to = pages.at(page, slot, is_v, head);
-    store8(to + share.first, a);
-    store8(to + share.second, b);
+    if constexpr (!is_scaled<C>) {
+      store8(to + share.first, a);
+      store8(to + share.second, b);
+    }
   }
 }
 
@@ -204,6 +321,8 @@ ROPE_WRITE(float, f32, bf16, bf16)
 ROPE_WRITE(float, f32, f16, f16)
 ROPE_WRITE(float, f32, float, f32)
 ROPE_WRITE(float, f32, e4m3, fp8)
+ROPE_WRITE(bf16, bf16, signed char, i8)
+ROPE_WRITE(float, f32, signed char, i8)
 
 // Copies pages: pair p is (from, to) in `pairs` [count]. No page may be both a source and a target,
 // nor twice a target.

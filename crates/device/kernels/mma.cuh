@@ -1,6 +1,7 @@
 // Inline PTX for the attention kernels: conversions, tensor-core products, asynchronous copies.
 //
-// "half" below is the 16-bit type that products run in: bf16 for a bf16 cache, f16 otherwise.
+// "half" below is the 16-bit type that products run in: bf16 for a bf16 cache, f16 otherwise. For int8 that holds of the products
+// with keys: weights times the scales of values would be too small for f16, so those with values run in bf16.
 #pragma once
 #include "attention.cuh"
 
@@ -67,20 +68,56 @@ DEVICE u32 e4m3x2_to_f16x2(u32 x) {
     return y;
 }
 
+// Two signed bytes, the low or the high ones of x, exact: as f16x2, and as bf16x2.
+template <int HIGH> DEVICE u32 i8x2_to_f16x2(u32 x) {
+    // With the sign bit turned over it is 128 more, and these are the low bits of 1024.
+    const u32 bits = __byte_perm(x ^ 0x80808080u, 0x64646464u, HIGH ? 0x4342 : 0x4140);
+    u32 y;
+    asm("sub.f16x2 %0, %1, %2;" : "=r"(y) : "r"(bits), "r"(0x64806480u));
+    return y;
+}
+template <int HIGH> DEVICE u32 i8x2_to_bf16x2(u32 x) {
+    // The low seven bits on top of 128, less 128, or 256 where the sign bit is set.
+    const u32 bits = __byte_perm(x, 0x43434343u, HIGH ? 0x4342 : 0x4140), sum = bits & 0xff7fff7fu, base = bits & 0xff80ff80u;
+    u32 y;
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(y) : "r"(base), "r"(0xbf80bf80u), "r"(sum));
+    return y;
+}
+
 #if KV_TYPE == KV_BF16
+#define KEY_TYPES "f32.bf16.bf16.f32"
 DEVICE u32 pack_half(float lo, float hi) { return pack_bf16(lo, hi); }
-#define MMA_TYPES "f32.bf16.bf16.f32"
 #else
+#define KEY_TYPES "f32.f16.f16.f32"
 DEVICE u32 pack_half(float lo, float hi) { return pack_f16(lo, hi); }
-#define MMA_TYPES "f32.f16.f16.f32"
+#endif
+// Weights, as what values are multiplied with.
+#if KV_TYPE == KV_I8
+#define VALUE_TYPES "f32.bf16.bf16.f32"
+DEVICE u32 pack_weights(float lo, float hi) { return pack_bf16(lo, hi); }
+#else
+#define VALUE_TYPES KEY_TYPES
+DEVICE u32 pack_weights(float lo, float hi) { return pack_half(lo, hi); }
+#endif
+
+// Two of the four 8-bit elements in x, the low or the high ones, as halves for the products with keys or with values.
+#if KV_TYPE == KV_I8
+template <int HIGH> DEVICE u32 widen_keys(u32 x) { return i8x2_to_f16x2<HIGH>(x); }
+template <int HIGH> DEVICE u32 widen_values(u32 x) { return i8x2_to_bf16x2<HIGH>(x); }
+#else
+template <int HIGH> DEVICE u32 widen_keys(u32 x) { return e4m3x2_to_f16x2(HIGH ? x >> 16 : x); }
+template <int HIGH> DEVICE u32 widen_values(u32 x) { return e4m3x2_to_f16x2(HIGH ? x >> 16 : x); }
 #endif
 
 // d[16 x 8] += a[16 x 16] b[16 x 8].
-DEVICE void mma(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-    asm("mma.sync.aligned.m16n8k16.row.col." MMA_TYPES " {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-                 : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-}
+#define MMA(name, types)                                                                                          \
+    DEVICE void name(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {                             \
+        asm("mma.sync.aligned.m16n8k16.row.col." types " {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"   \
+            : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])                                                      \
+            : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));                                              \
+    }
+MMA(mma_keys, KEY_TYPES)
+MMA(mma_values, VALUE_TYPES)
 
 // Transposes an 8 x 8 matrix of 16-bit elements held by a warp.
 DEVICE u32 transpose8x8(u32 x) {
@@ -98,6 +135,12 @@ DEVICE Word4 load_shared4(u32 address) {
 DEVICE Word2 load_shared2(u32 address) {
     Word2 v;
     asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(address));
+    return v;
+}
+
+DEVICE u32 load_shared1(u32 address) {
+    u32 v;
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(address));
     return v;
 }
 

@@ -60,7 +60,7 @@ DEVICE f16 from_float<f16>(float x) {
   asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y.bits) : "f"(x));
   return y;
 }
-// To the nearest, ties to even; beyond the greatest number, that number. NaN stays NaN.
+// To the nearest, ties to even; beyond the greatest number, that number. Any NaN becomes 0x7f.
 template <>
 DEVICE e4m3 from_float<e4m3>(float x) {
   e4m3 y;
@@ -85,7 +85,7 @@ DEVICE e4m3 from_float<e4m3>(float x) {
     code = (magnitude >> 20) - (120u << 3);
     code = code > 0x7e ? 0x7e : code;
   }
-  y.bits = (u8)(sign | code);
+  y.bits = (u8)(x != x ? code : sign | code);
 #endif
   return y;
 }

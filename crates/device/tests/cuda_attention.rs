@@ -2,11 +2,13 @@
 
 use std::sync::Arc;
 
+use device::attention::SCALE_BYTES;
 use device::cuda::{
     AttentionRows, AttentionRule, AttentionShape, Context, DeviceBuffer, PagedAttention, Stream,
 };
+use device::{E4m3, PoolType, SharedPool};
 use half::bf16;
-use resource_api::{DType, DeviceColumn, Element, RawTensor, TensorView};
+use resource_api::{DType, DeviceColumn, RawTensor, TensorView};
 
 /// Numbers that look random, the same in every run, between -1 and 1.
 struct Random(u64);
@@ -31,27 +33,58 @@ struct Row {
     span: usize,
 }
 
-/// A type that a cache may have, with its values as float64.
-trait Stored: Element + bytemuck::Pod {
-    fn of(x: f32) -> Self;
-    fn value(self) -> f64;
+/// A type that a cache may have: rows as the bytes that it keeps, and their values as float64.
+trait Stored {
+    const DTYPE: DType;
+    /// Bytes behind a row.
+    const BEHIND: usize = 0;
+    fn store(row: &[f32]) -> Vec<u8>;
+    fn load(bytes: &[u8]) -> Vec<f64>;
 }
 
 impl Stored for f32 {
-    fn of(x: f32) -> Self {
-        x
+    const DTYPE: DType = DType::F32;
+    fn store(row: &[f32]) -> Vec<u8> {
+        bytemuck::cast_slice(row).to_vec()
     }
-    fn value(self) -> f64 {
-        self.into()
+    fn load(bytes: &[u8]) -> Vec<f64> {
+        bytes.as_chunks().0.iter().map(|&x| f32::from_ne_bytes(x).into()).collect()
     }
 }
 
 impl Stored for bf16 {
-    fn of(x: f32) -> Self {
-        bf16::from_f32(x)
+    const DTYPE: DType = DType::BF16;
+    fn store(row: &[f32]) -> Vec<u8> {
+        row.iter().flat_map(|&x| bf16::from_f32(x).to_ne_bytes()).collect()
     }
-    fn value(self) -> f64 {
-        self.to_f64()
+    fn load(bytes: &[u8]) -> Vec<f64> {
+        bytes.as_chunks().0.iter().map(|&x| bf16::from_ne_bytes(x).to_f64()).collect()
+    }
+}
+
+impl Stored for E4m3 {
+    const DTYPE: DType = DType::F8E4M3;
+    fn store(row: &[f32]) -> Vec<u8> {
+        row.iter().map(|&x| E4m3::from_f32(x).0).collect()
+    }
+    fn load(bytes: &[u8]) -> Vec<f64> {
+        bytes.iter().map(|&x| E4m3(x).to_f32().into()).collect()
+    }
+}
+
+/// Rows with their scales, as the pool of the CPU has them.
+impl Stored for i8 {
+    const DTYPE: DType = DType::I8;
+    const BEHIND: usize = SCALE_BYTES;
+    fn store(row: &[f32]) -> Vec<u8> {
+        let pool = SharedPool::new(row.len() + SCALE_BYTES, PoolType::I8).unwrap();
+        pool.view().writer().store(0, row).unwrap();
+        pool.view().reader().bytes(0..row.len() + SCALE_BYTES).unwrap().to_vec()
+    }
+    fn load(bytes: &[u8]) -> Vec<f64> {
+        let (row, scale) = bytes.split_last_chunk().unwrap();
+        let scale = f64::from(f32::from_ne_bytes(*scale));
+        row.iter().map(|&x| f64::from(x.cast_signed()) * scale).collect()
     }
 }
 
@@ -88,6 +121,16 @@ impl Case {
 
     /// Runs it and answers the error of the result against float64, relative to its size.
     fn error<T: Stored>(&self, rule: AttentionRule, batch_invariant: bool) -> f64 {
+        self.error_with::<T>(rule, batch_invariant, false)
+    }
+
+    /// The same; with `apart`, the heads of a slot lie together, and rows of a head apart.
+    fn error_with<T: Stored>(
+        &self,
+        rule: AttentionRule,
+        batch_invariant: bool,
+        apart: bool,
+    ) -> f64 {
         let Self { context, stream, heads, kv_heads, dim, rows } = self;
         let (heads, kv_heads, dim) = (*heads, *kv_heads, *dim);
         let mut random = Random(0x1234_5678_9abc_def1);
@@ -98,8 +141,13 @@ impl Case {
         let mut free: Vec<u32> = (1..total as u32).collect();
         let stride = rows.iter().map(pages_of).max().unwrap() + 2;
         let mut table = vec![u32::MAX; rows.len() * stride];
-        let token = kv_heads * dim;
-        let mut cache = vec![T::of(f32::NAN); total * 2 * PAGE * token];
+        // In bytes, and for a cache of bytes in elements too.
+        let bytes = dim * T::DTYPE.size() + T::BEHIND;
+        let (slot_bytes, head_bytes) =
+            if apart { (kv_heads * bytes, bytes) } else { (bytes, PAGE * bytes) };
+        let half_bytes = PAGE * kv_heads * bytes;
+        let poison = T::store(&vec![f32::NAN; dim]);
+        let mut cache = poison.repeat(total * 2 * PAGE * kv_heads);
         let mut streams: Vec<[Vec<f64>; 2]> = Vec::new();
         // Seats are not rows.
         let seat: Vec<u32> = (0..rows.len() as u32).rev().collect();
@@ -109,15 +157,20 @@ impl Case {
                 let entry = seat as usize * stride + position / PAGE;
                 if position % PAGE == 0 {
                     table[entry] = free.swap_remove(random.below(free.len()));
-                    let page = table[entry] as usize * 2 * PAGE * token;
+                    let page = table[entry] as usize * 2 * half_bytes;
                     // Whole pages are read, and what lies behind the end is dropped.
-                    cache[page..page + 2 * PAGE * token].fill(T::of(0.0));
+                    cache[page..page + 2 * half_bytes].fill(0);
                 }
                 for (part, values) in values.iter_mut().enumerate() {
-                    let at = ((table[entry] as usize * 2 + part) * PAGE + position % PAGE) * token;
-                    for slot in &mut cache[at..at + token] {
-                        *slot = T::of(random.next());
-                        values.push(slot.value());
+                    let slot = (table[entry] as usize * 2 + part) * half_bytes
+                        + position % PAGE * slot_bytes;
+                    for head in 0..kv_heads {
+                        // Rows differ in size: by scales that are not like each other.
+                        let by = 0.25 + random.below(8) as f32 / 4.0;
+                        let row: Vec<f32> = (0..dim).map(|_| by * random.next()).collect();
+                        let stored = T::store(&row);
+                        values.extend(T::load(&stored));
+                        cache[slot + head * head_bytes..][..bytes].copy_from_slice(&stored);
                     }
                 }
             }
@@ -125,7 +178,8 @@ impl Case {
         }
         let tokens: usize = rows.iter().map(|r| r.span).sum();
         let width = (heads + 2 * kv_heads) * dim;
-        let qkv: Vec<bf16> = (0..tokens * width).map(|_| bf16::of(2.0 * random.next())).collect();
+        let qkv: Vec<bf16> =
+            (0..tokens * width).map(|_| bf16::from_f32(2.0 * random.next())).collect();
 
         let column = |values: Vec<u32>| DeviceBuffer::from_slice(context, &values).unwrap();
         let mut start = 0;
@@ -161,10 +215,13 @@ impl Case {
                 std::ptr::without_provenance_mut(cache.address() as usize),
                 context.device(),
                 T::DTYPE,
-                &[total, PAGE, kv_heads, dim],
+                &[total, PAGE, kv_heads, dim + T::BEHIND],
             );
-            raw.strides[0] = (2 * PAGE * token) as i64;
-            raw.byte_offset = (part * PAGE * token * size_of::<T>()) as u64;
+            let strides = [2 * half_bytes, slot_bytes, head_bytes];
+            for (to, bytes) in raw.strides.iter_mut().zip(strides) {
+                *to = (bytes / T::DTYPE.size()) as i64;
+            }
+            raw.byte_offset = (part * half_bytes) as u64;
             // SAFETY: inside `cache`, which outlives the view.
             unsafe { TensorView::from_raw(raw) }
         };
@@ -279,6 +336,32 @@ fn windows_bounds_and_whole_streams_agree_with_float64() {
     }
 }
 
+#[test]
+#[ignore = "needs a GPU"]
+fn caches_of_eight_bits_agree_with_float64_of_what_they_hold() {
+    for (heads, kv_heads, dim) in [(9, 3, 64), (8, 2, 128), (32, 2, 128), (4, 1, 256), (6, 3, 80)] {
+        for (batch_invariant, apart) in [(false, false), (true, false), (false, true)] {
+            let case = Case::new(heads, kv_heads, dim, &MIXED);
+            let of = [
+                case.error_with::<E4m3>(plain(dim), batch_invariant, apart),
+                case.error_with::<i8>(plain(dim), batch_invariant, apart),
+            ];
+            eprintln!("{heads} heads of {kv_heads}, {dim}: fp8 {:.2e}, i8 {:.2e}", of[0], of[1]);
+            let what = format!("{heads} heads of {kv_heads}, {dim}, {batch_invariant}, {apart}");
+            assert!(of.iter().all(|&error| error < MARGIN), "{what}: {of:?}");
+        }
+    }
+    for rule in [
+        AttentionRule { window: 33, ..plain(128) },
+        AttentionRule { softcap: 2.0, scale: 0.3, ..plain(128) },
+        AttentionRule { causal: false, ..plain(128) },
+    ] {
+        let case = Case::new(8, 2, 128, &MIXED);
+        let error = case.error::<i8>(rule, false);
+        assert!(error < MARGIN, "{rule:?}: {error}");
+    }
+}
+
 /// A token's bits do not depend on where its prompt was divided, which decides what it shares a block with.
 #[test]
 #[ignore = "needs a GPU"]
@@ -290,7 +373,7 @@ fn a_prompt_that_is_divided_anywhere_gets_the_same_bits() {
         let mut random = Random(77);
         let pages = LEN.div_ceil(PAGE);
         let mut values = |n: usize, by: f32| -> Vec<bf16> {
-            (0..n).map(|_| bf16::of(by * random.next())).collect()
+            (0..n).map(|_| bf16::from_f32(by * random.next())).collect()
         };
         let cache = values(2 * pages * PAGE * kv_heads * dim, 1.0);
         let [keys, of_values] = [0, 1].map(|part| {
@@ -383,9 +466,9 @@ fn columns_that_name_what_is_not_there_do_no_harm() {
     assert_eq!(table.len() as u32, seats * stride);
     let values: Vec<bf16> = {
         let mut random = Random(5);
-        (0..pages * PAGE * kv_heads * dim).map(|_| bf16::of(random.next())).collect()
+        (0..pages * PAGE * kv_heads * dim).map(|_| bf16::from_f32(random.next())).collect()
     };
-    let queries = vec![bf16::of(0.5); TOKENS * heads * dim];
+    let queries = vec![bf16::from_f32(0.5); TOKENS * heads * dim];
     for (cache_type, batch_invariant) in
         [(DType::BF16, false), (DType::BF16, true), (DType::F32, false)]
     {

@@ -12,6 +12,7 @@ use super::module::{Args, Grid, Kernel, Module};
 use super::source::Instance;
 use super::stream::Stream;
 use super::tensor::{refuse, shaped, strided};
+use crate::attention::SCALE_BYTES;
 use crate::error::{Error, Result};
 
 const THREADS: u32 = 128;
@@ -43,16 +44,26 @@ pub struct KvPool {
 }
 
 impl KvPool {
-    /// Memory for a cache laid out like this: f32, f16, bf16 or fp8.
+    /// Memory for a cache laid out like this: f32, f16, bf16, fp8, or i8 with a scale behind each row.
     ///
     /// # Errors
-    /// [`Error::OutOfMemory`]; [`Error::Tensor`] for another type, or strides that overlap pages; as
-    /// for [`Module::load`].
+    /// [`Error::OutOfMemory`]; [`Error::Tensor`] for another type, strides that overlap pages, or rows of i8
+    /// that are not whole words; as for [`Module::load`].
     pub fn new(context: &Arc<Context>, facts: KvFacts) -> Result<Self> {
         let stored = facts.dtype;
-        let known = [DType::BF16, DType::F16, DType::F32, DType::F8E4M3];
+        let known = [DType::BF16, DType::F16, DType::F32, DType::F8E4M3, DType::I8];
         if !known.contains(&stored) {
-            return refuse("cache", format!("is {}, need bf16, f16, f32 or fp8", stored.name()));
+            let what = format!("is {}, need bf16, f16, f32, fp8 or i8", stored.name());
+            return refuse("cache", what);
+        }
+        let strides = strides_of(&facts);
+        let is_words =
+            strides.iter().chain([&u64::from(facts.head_dim)]).all(|n| n.is_multiple_of(4));
+        if stored == DType::I8 && !is_words {
+            let dim = facts.head_dim;
+            let what =
+                format!("has heads of {dim} i8, which are not whole words: set kv_dtype = \"fp8\"");
+            return refuse("cache", what);
         }
         let end = end_of_page(&facts);
         if end.is_none_or(|end| end > facts.page_stride) {
@@ -125,18 +136,23 @@ impl KvPool {
         };
         let dim = self.facts.head_dim;
         let f = &self.facts;
-        let strides = [f.page_stride, f.layer_stride, f.kv_stride, f.head_stride, f.slot_stride];
         let is_wide = dim.is_multiple_of(8)
             && k.is_wide
             && v.is_wide
-            && strides.iter().all(|s| s.is_multiple_of(8));
+            && strides_of(f).iter().all(|s| s.is_multiple_of(8));
         let mut args = Args::default();
         for source in [&k, &v] {
             args.push(source.address).push(source.token_stride).push(source.head_stride);
         }
         self.push_places(&mut args, layer, places)?;
         args.push(self.facts.num_kv_heads).push(dim).push(u32::from(is_wide));
-        let items = 2 * self.facts.num_kv_heads * if is_wide { dim / 8 } else { dim };
+        let of_head = match f.dtype {
+            // A warp finds the scale of a row.
+            DType::I8 => 32,
+            _ if is_wide => dim / 8,
+            _ => dim,
+        };
+        let items = 2 * self.facts.num_kv_heads * of_head;
         // SAFETY: the signature is (const T*, i64, i64, const T*, i64, i64, const u32*, const u32*, C*,
         // i64 x 4, u32 x 5). The views promise `tokens` rows of heads, the columns as many places, which
         // the kernel compares with the pages and slots that there are; a page's end is inside its stride.
@@ -175,10 +191,10 @@ impl KvPool {
             self.heads_of("k", k.raw(), dtype, tokens, heads)?,
             self.heads_of("v", v.raw(), dtype, tokens, heads)?,
         );
-        let strides = [f.page_stride, f.layer_stride, f.kv_stride, f.head_stride, f.slot_stride];
+        let to_whole = if f.dtype == DType::I8 { 4 } else { 8 };
         let is_norm = |norm: DeviceColumn<f32>| norm.is_empty() || norm.len() == dim;
         let fits = [&q, &k, &v].iter().all(|s| s.is_wide && s.head_stride == i64::from(f.head_dim))
-            && strides.iter().all(|s| s.is_multiple_of(8))
+            && strides_of(f).iter().all(|s| s.is_multiple_of(to_whole))
             && dim.is_multiple_of(16)
             && dim <= WIDEST_HEAD
             && pairs.is_multiple_of(8)
@@ -280,7 +296,8 @@ impl KvPool {
         Ok(self.memory.address() + u64::from(page) * self.page_bytes() as u64)
     }
 
-    /// The keys and the values of a layer, as tensors `[pages, slots, heads, dim]`.
+    /// The keys and the values of a layer, as tensors `[pages, slots, heads, dim]`; of i8, the scale behind each
+    /// row counts to its elements.
     ///
     /// # Errors
     /// [`Error::OutOfRange`] for a layer that there is not.
@@ -292,7 +309,7 @@ impl KvPool {
             let mut raw =
                 RawTensor::contiguous(start, self.context.device(), f.dtype, &[1; MAX_RANK]);
             raw.rank = 4;
-            let shape = [f.num_pages, f.page_size, f.num_kv_heads, f.head_dim].map(i64::from);
+            let shape = [f.num_pages, f.page_size, f.num_kv_heads, row_of(f)].map(i64::from);
             raw.shape[..4].copy_from_slice(&shape);
             let strides = [f.page_stride, f.slot_stride, f.head_stride, 1].map(|n| n as i64);
             raw.strides[..4].copy_from_slice(&strides);
@@ -387,6 +404,15 @@ struct Source {
     is_wide: bool,
 }
 
+/// Elements of a row, with those of its scale.
+fn row_of(f: &KvFacts) -> u32 {
+    f.head_dim + if f.dtype == DType::I8 { SCALE_BYTES as u32 } else { 0 }
+}
+
+fn strides_of(f: &KvFacts) -> [u64; 5] {
+    [f.page_stride, f.layer_stride, f.kv_stride, f.head_stride, f.slot_stride]
+}
+
 /// The end of a page's last element, in elements from its first.
 fn end_of_page(f: &KvFacts) -> Option<u64> {
     let last = [
@@ -394,7 +420,7 @@ fn end_of_page(f: &KvFacts) -> Option<u64> {
         (2, f.kv_stride),
         (f.num_kv_heads, f.head_stride),
         (f.page_size, f.slot_stride),
-        (f.head_dim, 1),
+        (row_of(f), 1),
     ];
     last.into_iter().try_fold(1u64, |end, (count, stride)| {
         end.checked_add(u64::from(count.checked_sub(1)?).checked_mul(stride)?)

@@ -2,6 +2,7 @@
 
 use resource_api::DType;
 
+use crate::attention::SCALE_BYTES;
 use crate::cuda::source::Instance;
 use crate::error::{Error, Result};
 
@@ -14,7 +15,7 @@ pub struct AttentionShape {
     pub kv_heads: u32,
     /// Elements per head: a multiple of 4 up to 256; 64, 128 and 256 have fast kernels.
     pub head_dim: u32,
-    /// Element type of the cache: bf16, f16, fp8 (e4m3) or f32.
+    /// Element type of the cache: bf16, f16, fp8 (e4m3), f32, or i8 with a scale behind each row.
     pub cache: DType,
     /// Element type of queries and results: bf16 or f32.
     pub activations: DType,
@@ -57,7 +58,7 @@ impl AttentionShape {
         }
         // A cache's strides are multiples of a head.
         let head = self.head_dim as usize * self.cache.size();
-        if !head.is_multiple_of(16) {
+        if !head.is_multiple_of(16) && !self.is_scaled() {
             let (dim, cache) = (self.head_dim, self.cache.name());
             return refuse(format!(
                 "a head of {dim} {cache} is {head} bytes in the cache, not a multiple of 16: set a \
@@ -72,6 +73,16 @@ impl AttentionShape {
         [64, 128, 256].contains(&self.head_dim) && self.cache != DType::F32 && self.group() <= 16
     }
 
+    /// Whether rows have their scales behind them.
+    pub(super) fn is_scaled(&self) -> bool {
+        self.cache == DType::I8
+    }
+
+    /// Elements of a row of the cache, with those of its scale.
+    pub(super) fn row(&self) -> u32 {
+        self.head_dim + if self.is_scaled() { SCALE_BYTES as u32 } else { 0 }
+    }
+
     pub(super) fn group(&self) -> u32 {
         self.heads / self.kv_heads
     }
@@ -81,12 +92,13 @@ impl AttentionShape {
     }
 
     pub(super) fn prefill_shared(&self) -> usize {
-        2 * self.head_dim as usize * (self.block_m() as usize + 4 * 64) + 1024
+        let scales = if self.is_scaled() { 1024 } else { 0 };
+        2 * self.head_dim as usize * (self.block_m() as usize + 4 * 64) + 1024 + scales
     }
 
     /// The fastest geometry that leaves room for the rows in `limit` bytes of shared memory.
     pub(super) fn decode_geometry(&self, limit: usize) -> DecodeGeometry {
-        let row_bytes = self.head_dim * self.cache.size() as u32;
+        let row_bytes = self.row() * self.cache.size() as u32;
         let group_tile = if self.group() <= 8 { 8 } else { 16 };
         // As measured for the 227 KiB of Hopper; less memory takes stages away, then warps.
         let (mut warps, mut stages) = match (row_bytes, group_tile) {
@@ -152,6 +164,7 @@ fn kv_type(dtype: DType) -> Option<&'static str> {
         (DType::BF16, "KV_BF16"),
         (DType::F16, "KV_F16"),
         (DType::F8E4M3, "KV_E4M3"),
+        (DType::I8, "KV_I8"),
         (DType::F32, "KV_F32"),
     ];
     names.into_iter().find(|(d, _)| *d == dtype).map(|(_, name)| name)
@@ -172,7 +185,7 @@ pub(in crate::cuda) fn named_instances() -> Vec<Instance> {
     };
     let mut named = Vec::new();
     for head_dim in [64, 128, 256] {
-        for cache in [DType::BF16, DType::F8E4M3] {
+        for cache in [DType::BF16, DType::F8E4M3, DType::I8] {
             let shape = shape(head_dim, 8, cache, DType::BF16);
             named.push(shape.decode(shape.decode_geometry(hopper)));
             named.push(shape.prefill());
@@ -201,7 +214,7 @@ mod tests {
     #[test]
     fn the_geometry_fits_the_devices_shared_memory() {
         for head_dim in [64, 128, 256] {
-            for cache in [DType::BF16, DType::F8E4M3] {
+            for cache in [DType::BF16, DType::F8E4M3, DType::I8] {
                 for (limit, kv_heads) in [(99 << 10, 8), (163 << 10, 8), (227 << 10, 2)] {
                     let shape = AttentionShape { head_dim, cache, kv_heads, ..LLAMA };
                     let geometry = shape.decode_geometry(limit);
@@ -221,7 +234,7 @@ mod tests {
         let refused = |shape: AttentionShape| shape.check().unwrap_err().to_string();
         assert!(refused(AttentionShape { heads: 30, ..LLAMA }).contains("30 heads of 8"));
         assert!(refused(AttentionShape { head_dim: 130, ..LLAMA }).contains("130"));
-        assert!(refused(AttentionShape { cache: DType::I8, ..LLAMA }).contains("i8"));
+        assert!(refused(AttentionShape { cache: DType::I32, ..LLAMA }).contains("i32"));
         assert!(refused(AttentionShape { activations: DType::F16, ..LLAMA }).contains("f16"));
         let of_fp8 = refused(AttentionShape { head_dim: 72, cache: DType::F8E4M3, ..LLAMA });
         assert!(of_fp8.contains("a head of 72 fp8 is 72 bytes"), "{of_fp8}");

@@ -3,6 +3,7 @@
 use resource_api::RawTensor;
 
 use super::shape::AttentionShape;
+use crate::attention::SCALE_BYTES;
 use crate::cuda::context::Context;
 use crate::cuda::tensor;
 use crate::error::{Error, Result};
@@ -61,7 +62,7 @@ impl AttentionShape {
         let &[pages, slots, heads, dim] = k.shape() else {
             return refuse(format!("shape {:?}", k.shape()));
         };
-        let (need_heads, need_dim) = (i64::from(self.kv_heads), i64::from(self.head_dim));
+        let (need_heads, need_dim) = (i64::from(self.kv_heads), i64::from(self.row()));
         if (heads, dim) != (need_heads, need_dim) || k.strides[3] != 1 {
             let (shape, strides) = (k.shape(), &k.strides[..4]);
             return refuse(format!(
@@ -72,10 +73,11 @@ impl AttentionShape {
             return refuse("keys and values are laid out differently".to_owned());
         }
         let [page, slot, head, _] = k.strides[..4] else { return refuse("rank".to_owned()) };
+        let to = if self.is_scaled() { SCALE_BYTES as u64 } else { 16 };
         for bytes in [page, slot, head].map(|stride| stride as u64 * self.cache.size() as u64) {
-            aligned(what, bytes, 16)?;
+            aligned(what, bytes, to)?;
         }
-        aligned(what, address[0] | address[1], 16)?;
+        aligned(what, address[0] | address[1], to)?;
         let page_size = u32::try_from(slots).map_err(|_| Error::TooLarge { what })?;
         let pages = u32::try_from(pages).map_err(|_| Error::TooLarge { what })?;
         if page_size == 0 || pages == 0 {
