@@ -72,6 +72,8 @@ pub struct Matrix {
 #[derive(Debug, Default)]
 pub struct Scratch {
     blocks: Vec<ActivationBlock>,
+    #[cfg(target_arch = "x86_64")]
+    tiles: tiles::Memory,
 }
 
 impl Matrix {
@@ -168,6 +170,24 @@ impl Matrix {
         quantized && self.options.activations == Activations::Int8
     }
 
+    /// Makes room in `scratch` for threads that multiply so many vectors on tiles.
+    fn fit_tiles(&self, rows: usize, threads: usize, scratch: &mut Scratch) {
+        #[cfg(target_arch = "x86_64")]
+        if self.uses_int8() {
+            let features = self.options.features;
+            let tiled = with_quantized!(
+                self.block_type,
+                F => tiles::takes::<F>(features, rows),
+                else false
+            );
+            if tiled {
+                let panels = self.panels_per_task(threads).min(self.panels());
+                scratch.tiles.fit(threads, panels, self.inputs);
+            }
+        }
+        let _ = (rows, threads, scratch);
+    }
+
     fn panels(&self) -> usize {
         self.outputs.div_ceil(LANES)
     }
@@ -185,6 +205,8 @@ impl Matrix {
         let panels = &self.panels[first * panel_bytes..end * panel_bytes];
         let features = self.options.features;
         if self.uses_int8() {
+            #[cfg(target_arch = "x86_64")]
+            let tiles = x.tiles;
             let x = x.blocks;
             with_quantized!(self.block_type, F => {
                 let format = PhantomData;
@@ -192,7 +214,7 @@ impl Matrix {
                     int8::Task::<F> { panels, panel_bytes, first, inputs, rows, from: 0, x, out, format };
                 #[cfg(target_arch = "x86_64")]
                 {
-                    task.from = tiles::multiply(features, &task);
+                    task.from = tiles::multiply(features, &task, tiles);
                 }
                 if task.from < rows {
                     dispatch(features, task);
@@ -232,9 +254,16 @@ pub fn matmul_all<const N: usize>(
     if let Some((matrix, _)) = products.iter().find(|(matrix, _)| matrix.uses_int8()) {
         activations::quantize(matrix.options.features, x, rows, &mut scratch.blocks, parallel);
     }
-    let operand = Operand { rows, floats: x, blocks: &scratch.blocks };
-
     let threads = parallel.threads();
+    products.iter().for_each(|(matrix, _)| matrix.fit_tiles(rows, threads, scratch));
+    let operand = Operand {
+        rows,
+        floats: x,
+        blocks: &scratch.blocks,
+        #[cfg(target_arch = "x86_64")]
+        tiles: &scratch.tiles,
+    };
+
     let tasks_of = |m: &Matrix| m.panels().div_ceil(m.panels_per_task(threads));
     let tasks = products.iter().map(|(matrix, _)| tasks_of(matrix)).sum();
     let products = products.map(|(matrix, out)| (matrix, Outputs::new(out, matrix.outputs)));
@@ -258,6 +287,8 @@ struct Operand<'a> {
     rows: usize,
     floats: &'a [f32],
     blocks: &'a [ActivationBlock],
+    #[cfg(target_arch = "x86_64")]
+    tiles: &'a tiles::Memory,
 }
 
 /// The result of a product, written by panels of 16 outputs from several threads.

@@ -228,6 +228,26 @@ fn tiles_are_the_vectors_of_the_level_below() {
     }
 }
 
+/// Whoever takes part in a product on tiles finds its memory there: no thread makes its own.
+#[cfg(target_arch = "x86_64")]
+#[test]
+fn a_product_on_tiles_leaves_one_memory_for_each_thread() {
+    let (block_type, outputs, inputs, rows) = (BlockType::Q4_1, 640, 64, 16);
+    let bytes = weights(block_type, outputs, inputs, &mut Random(6));
+    let options = PackOptions::new(Activations::Int8);
+    let matrix = Matrix::pack(block_type, outputs, inputs, &bytes, options, &Serial).unwrap();
+    let (x, mut out) = (vec![1.0; rows * inputs], vec![0.0; rows * outputs]);
+    let mut scratch = Scratch::default();
+    let pool = Pool::new(3);
+    matrix.matmul(&x, rows, &mut out, &mut scratch, &pool).unwrap();
+    let places = scratch.tiles.places();
+    assert_eq!(places.len(), if options.features.name() == "amx" { 3 } else { 0 });
+    for _ in 0..20 {
+        matrix.matmul(&x, rows, &mut out, &mut scratch, &pool).unwrap();
+        assert_eq!(scratch.tiles.places(), places);
+    }
+}
+
 #[test]
 fn many_vectors_go_through_in_parts() {
     let mut random = Random(4);

@@ -6,8 +6,8 @@
 //! is under way while the sums of the one before are added up.
 
 use std::arch::asm;
-use std::cell::Cell;
 use std::marker::PhantomData;
+use std::sync::{Mutex, PoisonError};
 
 use super::activations::ActivationBlock;
 use super::format::{BLOCK, QuantizedFormat, ScaleKind, Scales};
@@ -21,20 +21,75 @@ const ROWS: usize = 16;
 /// Computes as many whole tiles of the task's vectors as there are, where the CPU has tiles; returns how
 /// many vectors that was. Types with a scale for each half of a block go without: two products of half the
 /// length cost more than they save.
-pub(super) fn multiply<F: QuantizedFormat>(features: CpuFeatures, task: &Task<'_, F>) -> usize {
+pub(super) fn multiply<F: QuantizedFormat>(
+    features: CpuFeatures,
+    task: &Task<'_, F>,
+    memory: &Memory,
+) -> usize {
     let rows = task.rows / ROWS * ROWS;
-    if features.level() < Level::Amx || rows == 0 || F::Scale::PER_HALF {
+    if !takes::<F>(features, rows) {
         return 0;
     }
-    dispatch(features, Tiled(task, rows));
+    let mut unpacked = memory.take();
+    dispatch(features, Tiled { task, rows, unpacked: &mut unpacked });
+    memory.give(unpacked);
     rows
 }
 
+/// Whether tiles multiply so many vectors.
+pub(super) fn takes<F: QuantizedFormat>(features: CpuFeatures, rows: usize) -> bool {
+    features.level() >= Level::Amx && rows >= ROWS && !F::Scale::PER_HALF
+}
+
+/// Unpacked weights of every thread that may take part in a product, made by whoever calls for it: a thread
+/// that had its own would allocate in the step in which it first comes in time to take part.
+#[derive(Debug, Default)]
+pub(super) struct Memory(Mutex<Vec<Vec<Unpacked>>>);
+
+impl Memory {
+    /// Makes room for `threads` to multiply panels of so many inputs, each of them `panels` in one task.
+    pub(super) fn fit(&mut self, threads: usize, panels: usize, inputs: usize) {
+        let blocks = inputs / BLOCK;
+        let need = panels.min(together(blocks)) * blocks;
+        let parts = self.0.get_mut().unwrap_or_else(PoisonError::into_inner);
+        parts.resize_with(parts.len().max(threads), Vec::new);
+        for part in parts {
+            part.resize(part.len().max(need), Unpacked::NOTHING);
+        }
+    }
+
+    fn take(&self) -> Vec<Unpacked> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).pop().unwrap_or_default()
+    }
+
+    fn give(&self, unpacked: Vec<Unpacked>) {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).push(unpacked);
+    }
+
+    /// Where each thread's begins.
+    #[cfg(test)]
+    pub(super) fn places(&self) -> std::collections::BTreeSet<*const u8> {
+        let parts = self.0.lock().unwrap();
+        parts.iter().map(|part| part.as_ptr().cast()).collect()
+    }
+}
+
+/// Panels of so many blocks that are unpacked at a time.
+fn together(blocks: usize) -> usize {
+    /// Panels that the vectors go through one after another should still be in the cache.
+    const CACHED: usize = 512 * 1024;
+    (CACHED / (blocks.max(1) * size_of::<Unpacked>())).max(1)
+}
+
 /// The task's first vectors, whole tiles of them.
-struct Tiled<'a, 'b, F>(&'a Task<'b, F>, usize);
+struct Tiled<'a, 'b, F> {
+    task: &'a Task<'b, F>,
+    rows: usize,
+    unpacked: &'a mut Vec<Unpacked>,
+}
 
 /// A block of a panel as it is read for every 16 vectors.
-#[derive(Clone, Copy)]
+#[derive(Debug, Clone, Copy)]
 #[repr(C, align(64))]
 struct Unpacked {
     /// Bits of the codes, one to a byte and signed: a row of the tile for each four inputs.
@@ -52,9 +107,11 @@ struct Sums([[u8; 64]; ROWS]);
 /// than adding those of a block up.
 const UNDER_WAY: usize = 4;
 
-thread_local! {
-    /// Kept between products.
-    static UNPACKED: Cell<Vec<Unpacked>> = const { Cell::new(Vec::new()) };
+impl Unpacked {
+    const NOTHING: Self = {
+        let nothing = [0.0; LANES];
+        Self { codes: [nothing; 8], scale: nothing, min: nothing }
+    };
 }
 
 impl<F: QuantizedFormat> Kernel for Tiled<'_, '_, F> {
@@ -64,22 +121,15 @@ impl<F: QuantizedFormat> Kernel for Tiled<'_, '_, F> {
 
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
-        /// Panels that the vectors go through one after another should still be in the cache.
-        const CACHED: usize = 512 * 1024;
-        let Self(task, rows) = self;
+        let Self { task, rows, unpacked: memory } = self;
         let blocks = task.inputs / BLOCK;
-        let together = (CACHED / (blocks.max(1) * size_of::<Unpacked>())).max(1);
-        let mut memory = UNPACKED.take();
+        let together = together(blocks);
         let mut tiles = Tiles::configured();
         let mut number = task.first;
         for panels in task.panels.chunks(together * task.panel_bytes) {
             let count = panels.len() / task.panel_bytes;
             if memory.len() < count * blocks {
-                let nothing = [0.0; LANES];
-                memory.resize(
-                    count * blocks,
-                    Unpacked { codes: [nothing; 8], scale: nothing, min: nothing },
-                );
+                memory.resize(count * blocks, Unpacked::NOTHING);
             }
             for i in 0..count {
                 let panel = &panels[i * task.panel_bytes..][..task.panel_bytes];
@@ -99,7 +149,6 @@ impl<F: QuantizedFormat> Kernel for Tiled<'_, '_, F> {
             number += count;
         }
         drop(tiles);
-        UNPACKED.set(memory);
     }
 }
 
