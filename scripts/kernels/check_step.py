@@ -44,7 +44,7 @@ class Shape:
 
     def words(self):
         parts = max(self.blocks(), 1) * self.group * (self.head_dim + 2)
-        return MOST_ROWS * (2 * self.hidden + (self.q + 2 * self.kv) // 2 + self.q // 2 + self.ffn // 2) + parts
+        return MOST_ROWS * (self.hidden + (self.q + 2 * self.kv) // 2 + self.q // 2 + self.ffn // 2) + parts
 
 
 def matrix(outputs, inputs):
@@ -118,7 +118,7 @@ class Step:
 
     def run(self, module):
         s, args = self.model.shape, self.args()
-        module.launch(f"decode_step_{1 if len(self.lens) == 1 else 8}", s.blocks(), THREADS, args, shared=args.stages * STAGE + s.shared_bytes(len(self.lens)),
+        module.launch(f"decode_step_{1 if len(self.lens) == 1 else 4 if len(self.lens) <= 4 else 8}", s.blocks(), THREADS, args, shared=args.stages * STAGE + s.shared_bytes(len(self.lens)),
                       cooperative=True)
 
     def reference(self):
@@ -173,7 +173,7 @@ SHAPES = {
 
 
 def module_for(shape, **defines):
-    return Module("decode_step.cu", HEAD_DIM=shape.head_dim, GROUP=shape.group, **defines)
+    return Module("decode_step.cu", HEAD_DIM=shape.head_dim, GROUP=shape.group, NARROW=int(shape.hidden <= 1024), **defines)
 
 
 def relative(got, want):
@@ -216,7 +216,7 @@ _modules = {}
 
 
 def module_cache(shape, defines):
-    key = (shape.head_dim, shape.group, tuple(defines.items()))
+    key = (shape.head_dim, shape.group, shape.hidden <= 1024, tuple(defines.items()))
     if key not in _modules:
         _modules[key] = module_for(shape, **defines)
     return _modules[key]
@@ -231,6 +231,7 @@ if __name__ == "__main__":
     check(report, "qwen3-0.6b", 3, [17, 900, 4000, 1, 64], 64)
     check(report, "smollm2-135m", 4, [300, 20])
     check(report, "smollm2-135m", 2, [700] * 8)
+    check(report, "smollm2-135m", 2, [700, 3, 129, 40])
     check(report, "llama-3.2-1b", 2, [513, 100, 3])
     check(report, "llama-3.1-8b", 2, [2049, 77])
     check(report, "qwen3-0.6b", 28, [160])

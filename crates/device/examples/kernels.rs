@@ -76,7 +76,7 @@ const MAY_SPILL: [(&str, Arch, u32); 5] = [
     ("attention_prefill HEAD_DIM=128 KV_TYPE=KV_I8", Arch::SM_90A, 40),
     ("attention_prefill", Arch::SM_90A, 12),
     ("attention_prefill", Arch::SM_100A, 48),
-    ("decode_step_8", Arch::SM_90A, 12),
+    ("decode_step_4", Arch::SM_90A, 96),
 ];
 
 fn compile(instance: &Instance, arch: Arch, spilling: &mut usize) -> device::Result<Vec<u8>> {

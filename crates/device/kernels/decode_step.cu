@@ -6,7 +6,7 @@
 // words that say their round (step_words.cuh). A layer is five such rounds: queries, keys and values; attention; its
 // product; the gate; the product behind it. The residual stream of an output stays with the block that has its tile.
 //
-// -D HEAD_DIM, -D GROUP (step_attention.cuh). sm_90. Grid: at most one block a processor and at most ffn / 8.
+// -D HEAD_DIM, -D GROUP (step_attention.cuh), -D NARROW=1 where hidden is at most 1024, else 0. sm_90. Grid: at most one block a processor and at most ffn / 8.
 // Block: 288 threads. Dynamic shared memory: `shared` of decode_step.rs. hidden, the width of all query heads and
 // ffn are multiples of 32, pointers 16-byte aligned.
 //
@@ -15,6 +15,7 @@
 
 #if __CUDA_ARCH__ != 900  // before, no copy engine fills the ring; later, it was not measured: nothing asks for the kernels
 extern "C" __global__ void decode_step_1() {}
+extern "C" __global__ void decode_step_4() {}
 extern "C" __global__ void decode_step_8() {}
 #else
 
@@ -57,8 +58,8 @@ struct Words {
 
   DEVICE Words(const StepArgs& a, u32 q, u32 kv) {
     after_o = a.words;
-    after_down = after_o + MOST_ROWS * a.hidden;
-    qkv = after_down + MOST_ROWS * a.hidden;
+    after_down = after_o + MOST_ROWS * a.hidden / 2;
+    qkv = after_down + MOST_ROWS * a.hidden / 2;
     attended = qkv + MOST_ROWS * (q + 2 * kv) / 2;
     gated = attended + MOST_ROWS * q / 2;
     parts = gated + MOST_ROWS * a.ffn / 2;  // [tasks][GROUP][PART], tasks being at most the grid, or the rows' heads
@@ -67,14 +68,13 @@ struct Words {
 
 struct Shared {
   u64 full[MOST_STAGES], empty[MOST_STAGES];
-  float squares[MOST_ROWS][WARPS], factor[MOST_ROWS];
+  float squares[MOST_ROWS][WARPS], share;  // of a column in the mean
   u32 len[MOST_ROWS], seat[MOST_ROWS], page[MOST_ROWS], slot[MOST_ROWS];
 };
 
-// One weight of a norm for each of two columns.
-struct Pair {
-  float first, second;
-};
+
+// Whether a stage has all columns of products of the residual stream.
+constexpr bool IS_SHORT = NARROW;
 
 template <u32 MOST>
 DEVICE u32 rows_of(const StepArgs& a) {
@@ -86,37 +86,61 @@ DEVICE u32 token_of(const StepArgs& a, u32 row) {
   return id != sample && sample < a.samples ? a.sampled[sample] : id;
 }
 
-// The residual stream times the weight of a norm, as rows to multiply; what it is to be divided by is in shared.factor
-// once the products are summed. From the embedding where `words` is null.
+// What a row is to be divided by after its sums of squares are in `shared`.
+DEVICE float factor_of(const StepArgs& a, const Shared& shared, u32 row) {
+  float sum = 0.0f;
+#pragma unroll
+  for (u32 w = 0; w < WARPS; w++) sum += shared.squares[row][w];
+  return rsqrtf(sum * shared.share + a.eps);
+}
+
+// Leaves the sums of squares in shared memory, of a warp each.
 template <u32 MOST>
-DEVICE void stage_normed(const StepArgs& a, Ring& ring, const Bench& bench, Shared& shared, const u64* words, u32 round) {
-  const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  float square[MOST] = {};
+DEVICE void share_squares(const float (&square)[MOST], u32 rows, Shared& shared) {
+#pragma unroll
+  for (u32 r = 0; r < MOST; r++) {
+    if (r >= rows) break;
+    const float sum = sum_lanes(square[r], 32);
+    if (threadIdx.x % 32 == 0) shared.squares[r][threadIdx.x / 32] = sum;
+  }
+}
+
+// The residual stream times the weight of a norm, as rows to multiply, and this thread's part of the sums of squares.
+// From the embedding where `words` is null.
+template <u32 MOST>
+DEVICE void stage_normed(const StepArgs& a, Ring& ring, const Bench& bench, Shared& shared, float (&square)[MOST], const u64* words, u32 round) {
+  const u32 lane = threadIdx.x % 32;
+#pragma unroll
+  for (u32 r = 0; r < MOST; r++) square[r] = 0.0f;
   const u32 rows = rows_of<MOST>(a);
-  auto use = [&](u32 row, u32 column, float x, float y, Pair w) {
+  // Four columns.
+  auto use = [&](u32 row, u32 column, u32 first, u32 second, float4 w) {
+    const float x = low_of(first), y = high_of(first), z = low_of(second), u = high_of(second);
 #pragma unroll
     for (u32 r = 0; r < MOST; r++)
-      if (MOST == 1 || r == row) square[r] = __fmaf_rn(y, y, __fmaf_rn(x, x, square[r]));
-    put_pair(bench, row, column, pack(x * w.first, y * w.second));
+      if (MOST == 1 || r == row) square[r] = __fmaf_rn(u, u, __fmaf_rn(z, z, __fmaf_rn(y, y, __fmaf_rn(x, x, square[r]))));
+    put_pair(bench, row, column, pack(x * w.x, y * w.y));
+    put_pair(bench, row, column + 2, pack(z * w.z, u * w.w));
   };
   // The weight is what the ring has next.
   const Ring from = ring;
-  for (u32 first = 0; first < a.hidden; first += FLOATS, ring.go_on()) barrier_wait(ring.full + 8 * ring.stage, ring.parity);
+  for (u32 first = 0; first < a.hidden; first += FLOATS, ring.go_on()) barrier_wait_warp(ring.full + 8 * ring.stage, ring.parity);
   auto weight = [&](u32 column) {
     const u32 stage = from.stage + column / FLOATS, at = from.memory + (stage < from.stages ? stage : stage - from.stages) * STAGE;
-    Pair w;
-    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(w.first), "=f"(w.second) : "r"(at + column % FLOATS * 4) : "memory");
+    float4 w;
+    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(w.x), "=f"(w.y), "=f"(w.z), "=f"(w.w) : "r"(at + column % FLOATS * 4) : "memory");
     return w;
   };
   if (words) {
-    receive_rows(words, rows, a.hidden, round, THREADS, weight,
-                 [&](u32 row, u32 column, u32 x, u32 y, Pair w) { use(row, column, __uint_as_float(x), __uint_as_float(y), w); });
+    receive_rows<2>(words, rows, a.hidden / 2, round, THREADS, [&](u32 word) { return weight(2 * word); },
+                 [&](u32 row, u32 word, u32 x, u32 y, float4 w) { use(row, 2 * word, x, y, w); });
   } else {
     for (u32 row = 0; row < rows; row++) {
       const u32 id = token_of(a, row);
-      for (u32 column = 2 * threadIdx.x; column < a.hidden; column += 2 * THREADS) {
-        const u32 pair = id < a.vocab ? *(const u32*)(a.embed + (u64)id * a.hidden + column) : 0;
-        use(row, column, low_of(pair) * a.embed_scale, high_of(pair) * a.embed_scale, weight(column));
+      for (u32 column = 4 * threadIdx.x; column < a.hidden; column += 4 * THREADS) {
+        const uint2 pairs = id < a.vocab ? *(const uint2*)(a.embed + (u64)id * a.hidden + column) : make_uint2(0, 0);
+        auto scaled = [&](u32 pair) { return pack(low_of(pair) * a.embed_scale, high_of(pair) * a.embed_scale); };
+        use(row, column, scaled(pairs.x), scaled(pairs.y), weight(column));
       }
     }
   }
@@ -125,23 +149,14 @@ DEVICE void stage_normed(const StepArgs& a, Ring& ring, const Bench& bench, Shar
     Ring used = from;
     for (u32 first = 0; first < a.hidden; first += FLOATS, used.go_on()) barrier_arrive(used.empty + 8 * used.stage);
   }
-#pragma unroll
-  for (u32 r = 0; r < MOST; r++) {
-    if (r >= rows) break;
-    const float sum = sum_lanes(square[r], 32);
-    if (lane == 0) shared.squares[r][warp] = sum;
-  }
+  if (!IS_SHORT) share_squares(square, rows, shared);
   sync_computing();
-  if (warp < rows) {
-    const float sum = sum_lanes(lane < WARPS ? shared.squares[warp][lane] : 0.0f, 32);
-    if (lane == 0) shared.factor[warp] = rsqrtf(sum / (float)a.hidden + a.eps);
-  }
 }
 
 // Rows that are words of two bf16 each.
 template <u32 MOST>
 DEVICE void stage_pairs(const StepArgs& a, const Bench& bench, const u64* words, u32 width, u32 round) {
-  receive_rows(words, rows_of<MOST>(a), width / 2, round, THREADS, [](u32) { return 0; }, [&](u32 row, u32 column, u32 x, u32 y, int) {
+  receive_rows<4>(words, rows_of<MOST>(a), width / 2, round, THREADS, [](u32) { return 0; }, [&](u32 row, u32 column, u32 x, u32 y, int) {
     put_pair(bench, row, 2 * column, x);
     put_pair(bench, row, 2 * column + 2, y);
   });
@@ -161,25 +176,25 @@ DEVICE float gate_of(const StepArgs& a, float gate, float up) {
     const float linear = 1.5957691216f;
     x = gate * __fmaf_rn(gate * gate, linear * 0.044715f, linear);
   }
-  return gate / (1.0f + __expf(-x)) * up;
+  return __fdividef(gate, 1.0f + __expf(-x)) * up;
 }
 
-// How many blocks share a stream, a power of two: from the longest, so that all of the grid says the same.
+// How many blocks share a stream, as a power of two: from the longest, so that all of the grid says the same.
 DEVICE u32 splits_of(const StepArgs& a, const Shared& shared) {
   u32 longest = 0;
   for (u32 row = 0; row < a.rows; row++) longest = max(longest, shared.len[row]);
   if (a.window) longest = min(longest, a.window);
-  u32 splits = 1;
-  while (splits < 16 && 2 * splits * a.rows * a.kv_heads <= gridDim.x && longest > 128 * splits && GROUP * HEAD_DIM % (4 * splits) == 0)
-    splits *= 2;
-  return splits;
+  u32 power = 0;
+  while (power < 4 && (a.rows * a.kv_heads << power + 1) <= gridDim.x && longest > 128u << power && GROUP * HEAD_DIM % (4u << power) == 0)
+    power++;
+  return power;
 }
 
 // What block `index` of the tasks does; `shared.len` is there.
-DEVICE Task task_of(const StepArgs& a, const Shared& shared, u32 splits, u32 layer, u32 index) {
-  const u32 split = index % splits, head = index / splits % a.kv_heads, row = index / splits / a.kv_heads;
+DEVICE Task task_of(const StepArgs& a, const Shared& shared, u32 power, u32 layer, u32 index) {
+  const u32 split = index & (1u << power) - 1, row = (index >> power) / a.kv_heads, head = (index >> power) - row * a.kv_heads;
   const u32 len = shared.len[row], begin = a.window && len > a.window ? len - a.window : 0;
-  const u32 each = (len - begin + splits - 1) / splits;
+  const u32 each = (len - begin + (1u << power) - 1) >> power;
   Task task;
   task.row = row, task.head = head, task.split = split;
   bf16* keys = a.keys + layer * a.layer_stride + head * a.head_stride;
@@ -192,17 +207,17 @@ DEVICE Task task_of(const StepArgs& a, const Shared& shared, u32 splits, u32 lay
 }
 
 template <u32 MOST>
-DEVICE void attention(const StepArgs& a, Ring& ring, const LayerWeights& w, const Words& words, const AttentionRoom& room, const float2* rotations,
-                      const Shared& shared, u32 splits, u32 layer, u32 round) {
+DEVICE void attention(const StepArgs& a, Ring& ring, const Head& norm, bool has_norm, const Words& words, const AttentionRoom& room, const float2* rotations,
+                      const Shared& shared, u32 power, u32 layer, u32 round) {
   constexpr u32 ELEMENTS = GROUP * HEAD_DIM;
-  const u32 q = a.kv_heads * ELEMENTS, kv = a.kv_heads * HEAD_DIM, tasks = rows_of<MOST>(a) * a.kv_heads * splits;
+  const u32 q = a.kv_heads * ELEMENTS, kv = a.kv_heads * HEAD_DIM, tasks = rows_of<MOST>(a) * a.kv_heads << power;
 #pragma unroll 1
   for (u32 index = blockIdx.x; index < tasks; index += gridDim.x) {
-    Task task = task_of(a, shared, splits, layer, index);
+    Task task = task_of(a, shared, power, layer, index);
     const u32 row = task.row, head = task.head;
     const u64* of_row = words.qkv + row * ((q + 2 * kv) / 2);
     task.q = of_row + head * (ELEMENTS / 2), task.k = of_row + (q + head * HEAD_DIM) / 2, task.v = task.k + kv / 2;
-    task.q_norm = w.q_norm, task.k_norm = w.k_norm;
+    task.norm = norm, task.has_norm = has_norm;
     task.rotations = rotations + row * (HEAD_DIM / 2);
     task.eps = a.eps, task.scale = a.scale, task.round = round;
     const u32 page = shared.page[row], slot = shared.slot[row];
@@ -219,25 +234,26 @@ DEVICE void attention(const StepArgs& a, Ring& ring, const LayerWeights& w, cons
         const float* part = room.parts + (p * GROUP + g) * PART;
         return Sum{part[d], part[HEAD_DIM], part[HEAD_DIM + 1]};
       });
-      if (splits == 1) {
-        send_pair(true, to, i, one.sum / one.weight, round);
+      if (power == 0) {
+        send_pair(true, to, i, __fdividef(one.sum, one.weight), round);
       } else {
         send_word(mine + g * PART + d, __float_as_uint(one.sum), round);
         if (d == 0) send_word(mine + g * PART + HEAD_DIM, __float_as_uint(one.maximum), round);
         if (d == 1) send_word(mine + g * PART + HEAD_DIM + 1, __float_as_uint(one.weight), round);
       }
     }
-    if (splits > 1) {
+    if (power > 0) {
       // Each of the blocks puts a slice of the elements together, of which a thread receives one of one part.
-      const u32 slice = ELEMENTS / splits;
-      float* gathered = room.parts + WARPS * GROUP * PART;  // [splits][slice][3]
+      const u32 slice = ELEMENTS >> power;
+      float* gathered = room.parts + WARPS * GROUP * PART;  // [2^power][slice][3]
 #pragma unroll 1
       for (u32 i = threadIdx.x; i < ELEMENTS; i += THREADS) {
-        const u32 part = i / slice, element = task.split * slice + i % slice;
+        const u32 part = i / slice, element = task.split * slice + i - part * slice;
         const u64* from = words.parts + (u64)(index - task.split + part) * GROUP * PART + element / HEAD_DIM * PART;
         float* there = gathered + i * 3;
-        there[1] = __uint_as_float(receive_word(from + HEAD_DIM, round)), there[2] = __uint_as_float(receive_word(from + HEAD_DIM + 1, round));
-        there[0] = __uint_as_float(receive_word(from + element % HEAD_DIM, round));
+        u32 sum, maximum, weight;
+        receive_words(round, from + element % HEAD_DIM, sum, from + HEAD_DIM, maximum, from + HEAD_DIM + 1, weight);
+        there[0] = __uint_as_float(sum), there[1] = __uint_as_float(maximum), there[2] = __uint_as_float(weight);
       }
       sync_computing();
 #pragma unroll 1
@@ -245,11 +261,11 @@ DEVICE void attention(const StepArgs& a, Ring& ring, const LayerWeights& w, cons
         const u32 i = first + threadIdx.x % 32;
         Sum one = {};
         if (i < slice)
-          one = join_parts(splits, [&](u32 p) {
+          one = join_parts(1u << power, [&](u32 p) {
             const float* there = gathered + (p * slice + i) * 3;
             return Sum{there[0], there[1], there[2]};
           });
-        send_pair(i < slice, to, task.split * slice + i, one.sum / one.weight, round);
+        send_pair(i < slice, to, task.split * slice + i, __fdividef(one.sum, one.weight), round);
       }
     }
     if (index + gridDim.x < tasks) sync_computing();
@@ -268,6 +284,7 @@ DEVICE void decode_step(const StepArgs& a) {
     barrier_init_of(ring.full + 8 * threadIdx.x, 1);
     barrier_init_of(ring.empty + 8 * threadIdx.x, WARPS);
   }
+  if (threadIdx.x == 0) shared.share = 1.0f / (float)a.hidden;
   if (threadIdx.x < rows) {
     const u64 most = (u64)a.table_stride * a.page_size;
     shared.seat[threadIdx.x] = min(a.seat[threadIdx.x], a.seats - 1);
@@ -276,16 +293,16 @@ DEVICE void decode_step(const StepArgs& a) {
   }
   async_proxy_fence();
   __syncthreads();
-  const u32 splits = splits_of(a, shared);
+  const u32 power = splits_of(a, shared);
 
   if (threadIdx.x >= THREADS) {
-    const u32 tasks = rows * a.kv_heads * splits;
+    const u32 tasks = rows * a.kv_heads << power;
     for (u32 layer = 0; layer < a.layers; layer++) {
       const LayerWeights w = a.weights[layer];
       bring_vector(ring, w.attn_norm, a.hidden);
       bring(ring, w.qkv, a.hidden, q + 2 * kv, 1);
       for (u32 index = blockIdx.x; index < tasks; index += gridDim.x) {
-        const Task task = task_of(a, shared, splits, layer, index);
+        const Task task = task_of(a, shared, power, layer, index);
         task.stream.bring(ring, task.begin, task.old_end);
       }
       bring(ring, w.o, q, a.hidden, 1);
@@ -324,42 +341,61 @@ DEVICE void decode_step(const StepArgs& a) {
   }
   sync_computing();
 
+  // Of the head that this warp norms in attention; the address is a layer ahead.
+  const u32 warp = threadIdx.x / 32;
+  auto norm_of = [&](u32 layer) {
+    return layer >= a.layers || warp > GROUP ? nullptr : warp < GROUP ? a.weights[layer].q_norm : a.weights[layer].k_norm;
+  };
+  auto bias_of = [&](u32 layer) { return layer < a.layers ? a.weights[layer].qkv_bias : nullptr; };
+  const float *next_norm = norm_of(0), *next_bias = bias_of(0);
+  float square[MOST];
+
 #pragma unroll 1
   for (u32 layer = 0; layer < a.layers; layer++) {
-    const LayerWeights& w = a.weights[layer];
     const u32 round = before + layer + 1;
+    const float* bias = next_bias;
+    const bool has_norm = next_norm;
+    const Head norm = Head::of_weights(next_norm);
+    next_norm = norm_of(layer + 1), next_bias = bias_of(layer + 1);
     auto add_own = [&](u64* to) {
       return [&, to](bool has_one, u32 row, u32 local, u32 output, float sum, float) {
-        if (!has_one) return;
-        float& x = own[(local * 8 + output % 8) * rows + row];
-        x += sum;
-        send_word(to + row * a.hidden + output, __float_as_uint(x), round);
+        float x = 0.0f;
+        if (has_one) {
+          float& mine = own[(local * 8 + output % 8) * rows + row];
+          x = mine += sum;
+        }
+        send_pair(has_one, to + row * (a.hidden / 2), output, x, round);
       };
     };
-    stage_normed<MOST>(a, ring, bench, shared, layer ? words.after_down : nullptr, round - 1);
-    multiply<1>(ring, bench, rows, a.hidden, q + 2 * kv, [&](bool has_one, u32 row, u32, u32 output, float sum, float) {
-      float x = sum * shared.factor[row];
-      if (w.qkv_bias && has_one) x += w.qkv_bias[output];
+    auto share = [&] {
+      if (IS_SHORT) share_squares(square, rows, shared);
+    };
+    stage_normed(a, ring, bench, shared, square, layer ? words.after_down : nullptr, round - 1);
+    multiply<MOST, IS_SHORT, 1>(ring, bench, rows, a.hidden, q + 2 * kv, [&](bool has_one, u32 row, u32, u32 output, float sum, float) {
+      float x = sum * factor_of(a, shared, row);
+      if (bias && has_one) x += bias[output];
       send_pair(has_one, words.qkv + row * ((q + 2 * kv) / 2), output, x, round);
-    });
-    attention<MOST>(a, ring, w, words, room, rotations, shared, splits, layer, round);
+    }, share);
+    attention<MOST>(a, ring, norm, has_norm, words, room, rotations, shared, power, layer, round);
     if (blockIdx.x < tiles) {
       stage_pairs<MOST>(a, bench, words.attended, q, round);
-      multiply<1>(ring, bench, rows, q, a.hidden, add_own(words.after_o));
+      multiply<MOST, false, 1>(ring, bench, rows, q, a.hidden, add_own(words.after_o), [] {});
     }
-    stage_normed<MOST>(a, ring, bench, shared, words.after_o, round);
-    multiply<2>(ring, bench, rows, a.hidden, a.ffn, [&](bool has_one, u32 row, u32, u32 output, float gate, float up) {
-      const float factor = shared.factor[row];
+    stage_normed(a, ring, bench, shared, square, words.after_o, round);
+    multiply<MOST, IS_SHORT, 2>(ring, bench, rows, a.hidden, a.ffn, [&](bool has_one, u32 row, u32, u32 output, float gate, float up) {
+      const float factor = factor_of(a, shared, row);
       send_pair(has_one, words.gated + row * (a.ffn / 2), output, gate_of(a, gate * factor, up * factor), round);
-    });
+    }, share);
     if (blockIdx.x < tiles) {
       stage_pairs<MOST>(a, bench, words.gated, a.ffn, round);
-      multiply<1>(ring, bench, rows, a.ffn, a.hidden, add_own(words.after_down));
+      multiply<MOST, false, 1>(ring, bench, rows, a.ffn, a.hidden, add_own(words.after_down), [] {});
     }
   }
-  stage_normed<MOST>(a, ring, bench, shared, words.after_down, before + a.layers);
-  multiply<1>(ring, bench, rows, a.hidden, a.vocab, [&](bool has_one, u32 row, u32, u32 output, float sum, float) {
-    if (has_one && output < a.vocab) a.logits[(u64)row * a.vocab + output] = sum * shared.factor[row];
+  stage_normed(a, ring, bench, shared, square, words.after_down, before + a.layers);
+  multiply<MOST, IS_SHORT, 1>(ring, bench, rows, a.hidden, a.vocab, [&](bool has_one, u32 row, u32, u32 output, float sum, float) {
+    if (has_one && output < a.vocab) a.logits[(u64)row * a.vocab + output] = sum * factor_of(a, shared, row);
+  }, [&] {
+    if (IS_SHORT) share_squares(square, rows, shared);
   });
   // Every block has read it: what this one has received depends on all of them.
   if (blockIdx.x == 0 && threadIdx.x == 0) *a.step += 1;
@@ -370,5 +406,6 @@ DEVICE void decode_step(const StepArgs& a) {
     decode_step<rows>(a);                                                                                             \
   }
 DECODE_STEP(1)
+DECODE_STEP(4)
 DECODE_STEP(8)
 #endif

@@ -43,17 +43,18 @@ struct Stream {
   DEVICE void bring(Ring& ring, u32 begin, u32 end) const {
     const u32 lane = threadIdx.x % 32, run = slot_stride == HEAD_DIM ? page_size : 1;
     for (u32 first = begin; first < end; first += CHUNK) {
-      const u32 last = min(first + CHUNK, end);
-      const u32 from = max(first, (first / run + lane) * run), to = min(last, (first / run + lane + 1) * run);
-      const bf16* key = from < to ? at(from) : nullptr;
-      const u32 barrier = ring.full + 8 * ring.stage, place = ring.memory + ring.stage * STAGE + (from - first) * ROW;
-      barrier_wait(ring.empty + 8 * ring.stage, ring.parity ^ 1);
+      const u32 last = min(first + CHUNK, end), barrier = ring.full + 8 * ring.stage;
+      wait_for_room(ring.empty + 8 * ring.stage, ring.parity ^ 1);
       if (lane == 0) barrier_expect(barrier, 2 * ROW * (last - first));
       __syncwarp();
-      if (from < to) {
+      for (u32 page = first / run + lane; page * run < last; page += 32) {
+        const u32 from = max(first, page * run), to = min(last, (page + 1) * run);
+        const bf16* key = at(from);
+        const u32 place = ring.memory + ring.stage * STAGE + (from - first) * ROW;
         copy_bulk(place, key, (to - from) * ROW, barrier);
         copy_bulk(place + CHUNK * ROW, key + kv_stride, (to - from) * ROW, barrier);
       }
+      __syncwarp();
       ring.go_on();
     }
   }
@@ -74,17 +75,33 @@ struct Softmax {
 
   template <u32 COUNT>
   DEVICE void add(const float (&q)[GROUP][8], const float (&k)[COUNT][8], const float (&v)[COUNT][8], const bool (&is_one)[COUNT]) {
+    float score[GROUP][COUNT];
 #pragma unroll
     for (int g = 0; g < GROUP; g++) {
-      float score[COUNT], most = maximum[g];
 #pragma unroll
       for (int u = 0; u < COUNT; u++) {
-        float dot = 0.0f;
+        float even = 0.0f, odd = 0.0f;
 #pragma unroll
-        for (int i = 0; i < 8; i++) dot = __fmaf_rn(q[g][i], k[u][i], dot);
-        dot = sum_lanes(dot, LANES);
-        score[u] = is_one[u] ? dot : MINUS_INF;
-        most = fmaxf(most, score[u]);
+        for (int i = 0; i < 8; i += 2) even = __fmaf_rn(q[g][i], k[u][i], even), odd = __fmaf_rn(q[g][i + 1], k[u][i + 1], odd);
+        score[g][u] = even + odd;
+      }
+    }
+    // Those of a step do not wait for each other.
+#pragma unroll
+    for (u32 step = LANES / 2; step > 0; step /= 2) {
+#pragma unroll
+      for (int g = 0; g < GROUP; g++) {
+#pragma unroll
+        for (int u = 0; u < COUNT; u++) score[g][u] += __shfl_xor_sync(ALL_LANES, score[g][u], step);
+      }
+    }
+#pragma unroll
+    for (int g = 0; g < GROUP; g++) {
+      float most = maximum[g];
+#pragma unroll
+      for (int u = 0; u < COUNT; u++) {
+        score[g][u] = is_one[u] ? score[g][u] : MINUS_INF;
+        most = fmaxf(most, score[g][u]);
       }
       const float shrink = share_of_maximum(maximum[g], most);
       maximum[g] = most, weight[g] *= shrink;
@@ -92,7 +109,7 @@ struct Softmax {
       for (int i = 0; i < 8; i++) sum[g][i] *= shrink;
 #pragma unroll
       for (int u = 0; u < COUNT; u++) {
-        const float p = share_of_maximum(score[u], most);
+        const float p = share_of_maximum(score[g][u], most);
         weight[g] += p;
 #pragma unroll
         for (int i = 0; i < 8; i++) sum[g][i] = __fmaf_rn(p, v[u][i], sum[g][i]);
@@ -127,7 +144,8 @@ struct Head {
   DEVICE void receive(const u64* words, u32 round) {
     const u32 lane = threadIdx.x % 32;
     if (lane < HEAD_DIM / 4) {
-      const u32 x = receive_word(words + lane, round), y = receive_word(words + HEAD_DIM / 4 + lane, round);
+      u32 x, y;
+      receive_words(round, words + lane, x, words + HEAD_DIM / 4 + lane, y);
       a[0] = low_of(x), a[1] = high_of(x), b[0] = low_of(y), b[1] = high_of(y);
     } else {
       a[0] = a[1] = b[0] = b[1] = 0.0f;
@@ -135,7 +153,7 @@ struct Head {
   }
   DEVICE void norm(const Head& weight, float eps) {
     const float square = a[0] * a[0] + a[1] * a[1] + b[0] * b[0] + b[1] * b[1];
-    const float factor = 1.0f / sqrtf(sum_lanes(square, 32) / (float)HEAD_DIM + eps);
+    const float factor = rsqrtf(sum_lanes(square, 32) * (1.0f / HEAD_DIM) + eps);
 #pragma unroll
     for (int i = 0; i < 2; i++) a[i] *= factor * weight.a[i], b[i] *= factor * weight.b[i];
   }
@@ -183,7 +201,8 @@ struct Task {
   u32 begin, end, old_end;     // tokens of the share, and of those the ones that are in the cache
   bool has_last;
   const u64 *q, *k, *v;        // words of this row and head
-  const float *q_norm, *k_norm;
+  Head norm;                   // weight of the head that this warp norms, if it does
+  bool has_norm;
   const float2* rotations;
   float eps, scale;
   bf16* place;                 // where this step's key goes, or null
@@ -204,17 +223,42 @@ DEVICE void load8_shared(u32 address, float (&x)[8]) {
   for (int i = 0; i < 4; i++) x[2 * i] = low_of(words[i]), x[2 * i + 1] = high_of(words[i]);
 }
 
+// Adds the tokens of N stages, of which only the last may have fewer than there is room for. All computing threads.
+template <u32 N>
+DEVICE void attend_stages(Ring& ring, Softmax& softmax, const float (&q)[GROUP][8], u32 first, u32 end) {
+  constexpr u32 TIMES = EACH > AT_ONCE ? EACH / AT_ONCE : 1;
+  const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, sub = lane / LANES, part = lane % LANES;
+  const u32 mine = ring.wait_for(N);
+  float k[N * TIMES][8], v[N * TIMES][8];
+  bool is_one[N * TIMES];
+#pragma unroll
+  for (u32 s = 0; s < N; s++) {
+#pragma unroll
+    for (u32 t = 0; t < TIMES; t++) {
+      const u32 u = s * TIMES + t, token = warp * EACH + t * AT_ONCE + sub;
+      const u32 at = ring.memory + ring.stage * STAGE + token * ROW + part * 16;
+      is_one[u] = first + s * CHUNK + token < end;
+      load8_shared(at, k[u]);
+      load8_shared(at + CHUNK * ROW, v[u]);
+      // What a stage had before may be no number.
+#pragma unroll
+      for (int i = 0; i < 8; i++) v[u][i] = is_one[u] ? v[u][i] : 0.0f;
+    }
+    ring.go_on();
+  }
+  softmax.add<N * TIMES>(q, k, v, is_one);
+  ring.release(N, mine);
+}
+
 // Leaves the parts of all warps in shared memory. All computing threads.
 DEVICE void attend(Ring& ring, const Task& task, const AttentionRoom& room) {
   const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, sub = lane / LANES, part = lane % LANES;
   float *key = room.queries + GROUP * HEAD_DIM, *value = key + HEAD_DIM;
   if (warp < GROUP + 2) {
     const bool is_q = warp < GROUP, is_v = warp == GROUP + 1;
-    const float* norm = is_q ? task.q_norm : is_v ? nullptr : task.k_norm;
-    const Head weight = Head::of_weights(norm);
     Head head;
     head.receive(is_q ? task.q + warp * (HEAD_DIM / 2) : is_v ? task.v : task.k, task.round);
-    if (norm) head.norm(weight, task.eps);
+    if (task.has_norm) head.norm(task.norm, task.eps);
     if (!is_v) head.turn(task.rotations);
     head.round_to_bf16();
     head.put(is_q ? room.queries + warp * HEAD_DIM : is_v ? value : key, is_q ? task.scale * LOG2E : 1.0f);
@@ -226,36 +270,17 @@ DEVICE void attend(Ring& ring, const Task& task, const AttentionRoom& room) {
   for (int g = 0; g < GROUP; g++) load8(room.queries + g * HEAD_DIM + part * 8, q[g]);
   Softmax softmax;
   softmax.clear();
-  if (task.has_last && warp == 0) {
+  if (task.has_last && warp == WARPS - 1) {
     float k[1][8], v[1][8];
     load8(key + part * 8, k[0]);
     load8(value + part * 8, v[0]);
     const bool is_one[1] = {sub == 0};
     softmax.add<1>(q, k, v, is_one);
   }
-  constexpr u32 TIMES = EACH > AT_ONCE ? EACH / AT_ONCE : 1;
+  u32 first = task.begin;
 #pragma unroll 1
-  for (u32 first = task.begin; first < task.old_end; first += CHUNK) {
-    barrier_wait(ring.full + 8 * ring.stage, ring.parity);
-    if (first + warp * EACH < task.old_end) {
-      float k[TIMES][8], v[TIMES][8];
-      bool is_one[TIMES];
-#pragma unroll
-      for (u32 u = 0; u < TIMES; u++) {
-        const u32 token = warp * EACH + u * AT_ONCE + sub, at = ring.memory + ring.stage * STAGE + token * ROW + part * 16;
-        is_one[u] = first + token < task.old_end;
-        load8_shared(at, k[u]);
-        load8_shared(at + CHUNK * ROW, v[u]);
-        // What a stage had before may be no number.
-#pragma unroll
-        for (int i = 0; i < 8; i++) v[u][i] = is_one[u] ? v[u][i] : 0.0f;
-      }
-      softmax.add<TIMES>(q, k, v, is_one);
-    }
-    __syncwarp();
-    if (lane == 0) barrier_arrive(ring.empty + 8 * ring.stage);
-    ring.go_on();
-  }
+  for (; first + CHUNK < task.old_end; first += 2 * CHUNK) attend_stages<2>(ring, softmax, q, first, task.old_end);
+  if (first < task.old_end) attend_stages<1>(ring, softmax, q, first, task.old_end);
   softmax.join_lanes();
   if (sub == 0) {
 #pragma unroll

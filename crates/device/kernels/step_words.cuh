@@ -23,21 +23,39 @@ DEVICE WordPair look_at_words(const u64* from) {
 
 DEVICE bool is_of(u64 word, u32 round) { return (u32)(word >> 32) == round; }
 
-DEVICE u32 receive_word(const u64* from, u32 round) {
+// Words whose loads are on their way together.
+DEVICE u64 look_at_word(const u64* from) {
   u64 word;
-  do asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(word) : "l"(from) : "memory");
-  while (!is_of(word, round));
-  return (u32)word;
+  asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(word) : "l"(from) : "memory");
+  return word;
+}
+DEVICE void receive_words(u32 round, const u64* from, u32& x, const u64* from2, u32& y) {
+  u64 word, word2;
+  do word = look_at_word(from), word2 = look_at_word(from2);
+  while (!(is_of(word, round) & is_of(word2, round)));
+  x = (u32)word, y = (u32)word2;
+}
+DEVICE void receive_words(u32 round, const u64* from, u32& x, const u64* from2, u32& y, const u64* from3, u32& z) {
+  u64 word, word2, word3;
+  do word = look_at_word(from), word2 = look_at_word(from2), word3 = look_at_word(from3);
+  while (!(is_of(word, round) & is_of(word2, round) & is_of(word3, round)));
+  x = (u32)word, y = (u32)word2, z = (u32)word3;
+}
+
+// threadIdx.x, read again: what is computed from it is not kept in registers all through a layer.
+DEVICE u32 thread_anew() {
+  u32 thread;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  return thread;
 }
 
 // Receives `rows` rows of `columns` words, which is even: use(row, column, value, value of the next column, prepared), where
 // prepared = prepare(column) is computed before the word is waited for. `threads` threads share a row; loads of a thread
-// are on their way together.
-template <class Prepare, class Use>
+// are on their way together, up to BATCH of them.
+template <int BATCH, class Prepare, class Use>
 DEVICE void receive_rows(const u64* from, u32 rows, u32 columns, u32 round, u32 threads, Prepare prepare, Use use) {
-  constexpr int BATCH = 4;
   const u32 items = (columns + 2 * threads - 1) / (2 * threads) * rows;
-  u32 row = 0, column = 2 * threadIdx.x;
+  u32 row = 0, column = 2 * thread_anew();
 #pragma unroll 1
   for (u32 item = 0; item < items; item += BATCH) {
     WordPair got[BATCH];

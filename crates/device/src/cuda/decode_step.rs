@@ -24,6 +24,9 @@ const MOST_ROWS: usize = 8;
 const WARPS: usize = 8;
 const THREADS: u32 = 32 * (WARPS as u32 + 1);
 
+/// Columns of weights in a stage.
+const COLUMNS: u32 = 1024;
+
 /// Bytes of a stage of the ring: eight rows of 1024 weights, each with what keeps rows in different banks.
 const STAGE: usize = 8 * (2 * 1024 + 64);
 const STAGES: std::ops::RangeInclusive<usize> = 4..=16;
@@ -38,8 +41,9 @@ const STATIC_SHARED: usize = 1024;
 const LAUNCHES: u32 = 1 << 20;
 const MOST_LAYERS: u32 = 1 << 11;
 
-/// Pairs of head dimension and query heads of a key/value head that releases bring compiled: SmolLM2-135M, Qwen3-0.6B.
-const NAMED: [(u32, u32); 2] = [(64, 3), (128, 2)];
+/// Head dimension, query heads of a key/value head, and whether a stage has all columns of the residual stream, that
+/// releases bring compiled: SmolLM2-135M, Qwen3-0.6B.
+const NAMED: [(u32, u32, bool); 2] = [(64, 3, true), (128, 2, true)];
 
 /// Most bytes of a layer's weights: with more, reading them takes so much longer than waiting that kernels of their own,
 /// which leave more of a multiprocessor's memory to what is on its way, are as fast.
@@ -145,8 +149,8 @@ pub struct DecodeRows<'a> {
 #[derive(Debug)]
 pub struct DecodeStep {
     shape: DecodeShape,
-    /// For one row, and for up to eight.
-    kernels: [Kernel; 2],
+    /// For one row, for up to four, and for up to eight.
+    kernels: [Kernel; 3],
     blocks: u32,
     /// Rows by whose number the ring has room: 0 rows are never asked for.
     stages: [u32; MOST_ROWS + 1],
@@ -177,7 +181,11 @@ impl DecodeStep {
         }
         check_weights(&shape, weights)?;
         let module = Module::load(context, &shape.instance())?;
-        let kernels = [module.kernel("decode_step_1")?, module.kernel("decode_step_8")?];
+        let kernels = [
+            module.kernel("decode_step_1")?,
+            module.kernel("decode_step_4")?,
+            module.kernel("decode_step_8")?,
+        ];
         kernels.iter().try_for_each(|kernel| kernel.allow_shared(room))?;
         let addresses = addresses_of(weights);
         let words = DeviceBuffer::zeroed(context, shape.words(blocks) + 1)?;
@@ -305,7 +313,7 @@ impl DecodeStep {
             Grid { blocks: (self.blocks, 1, 1), threads: (THREADS, 1, 1), shared: shared as u32 };
         let mut all = Args::default();
         all.push(args);
-        let kernel = &self.kernels[usize::from(count > 1)];
+        let kernel = &self.kernels[usize::from(count > 1) + usize::from(count > 4)];
         // SAFETY: the kernel's only parameter is this struct. Weights are alive and of the shape's sizes (checked here
         // and at the beginning), tensors are of this device and of the shapes checked above, words as many as the kernel
         // states; columns are promised by whoever made them to stay allocated, and what they hold is compared by the
@@ -365,7 +373,7 @@ impl DecodeShape {
     }
 
     fn instance(&self) -> Instance {
-        instance(self.head_dim, self.group())
+        instance(self.head_dim, self.group(), self.hidden <= COLUMNS)
     }
 
     /// Bytes of shared memory of a block, without the ring.
@@ -383,7 +391,7 @@ impl DecodeShape {
     fn words(&self, blocks: u32) -> usize {
         let [hidden, q, kv, ffn] = self.widths();
         let parts = blocks as usize * self.group() as usize * (self.head_dim as usize + 2);
-        MOST_ROWS * (2 * hidden + (q + 2 * kv) / 2 + q / 2 + ffn / 2) + parts
+        MOST_ROWS * (2 * hidden + q + 2 * kv + q + ffn) / 2 + parts
     }
 }
 
@@ -398,13 +406,16 @@ fn stages_of(shape: &DecodeShape, blocks: u32, room: usize) -> [u32; MOST_ROWS +
     })
 }
 
-fn instance(head_dim: u32, group: u32) -> Instance {
-    Instance::of("decode_step.cu").define("HEAD_DIM", head_dim).define("GROUP", group)
+fn instance(head_dim: u32, group: u32, is_narrow: bool) -> Instance {
+    Instance::of("decode_step.cu")
+        .define("HEAD_DIM", head_dim)
+        .define("GROUP", group)
+        .define("NARROW", u32::from(is_narrow))
 }
 
 /// The instances of the models that the engine knows.
 pub(super) fn named_instances() -> Vec<Instance> {
-    NAMED.iter().map(|&(head_dim, group)| instance(head_dim, group)).collect()
+    NAMED.iter().map(|&(head_dim, group, is_narrow)| instance(head_dim, group, is_narrow)).collect()
 }
 
 /// Embedding, last norm and output matrix, and then layer by layer in the kernel's order.
