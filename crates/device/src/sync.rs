@@ -31,10 +31,11 @@ impl<T: Copy> Cell<T> {
     }
 }
 
-/// Looks for `condition` for as long as `most`; true when it came about.
-///
-/// Does not offer the processor to others between looks: where somebody takes it, the system counts that as
-/// a turn forgone, and threads that need each other come to have theirs one after the other.
+/// How long a waiting thread keeps its processor to itself. What waits longer may be what another thread
+/// needs this processor for.
+const ALONE: Duration = Duration::from_micros(10);
+
+/// Waits at most `most` for `condition`; true when it came about.
 pub(crate) fn spin_until(most: Duration, condition: impl Fn() -> bool) -> bool {
     if condition() {
         return true;
@@ -47,8 +48,12 @@ pub(crate) fn spin_until(most: Duration, condition: impl Fn() -> bool) -> bool {
             }
             std::hint::spin_loop();
         }
-        if start.elapsed() > most {
+        let waited = start.elapsed();
+        if waited > most {
             return false;
+        }
+        if waited > ALONE {
+            std::thread::yield_now();
         }
     }
 }

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 
-use crate::cpu::pool::{Home, Pool};
+use crate::cpu::pool::Pool;
 
 /// Processors, first one of every core and then the others of each: hyper-threads share what kernels
 /// are made of.
@@ -48,42 +48,16 @@ impl Cpus {
     }
 }
 
-/// A [`Pool`] whose threads are kept to processors of their own. With more threads than processors none is
-/// kept. The caller, which is one of them, is put on the first where it meets another of them, and wakes
-/// there, but is kept to it only while it sleeps: threads that it starts are as free as it is.
+/// A [`Pool`] whose threads are kept to processors of their own. The caller, which is one of them, is
+/// not: there is room for it on the first. With more threads than processors none is kept.
 pub fn pinned_pool(threads: usize) -> Pool {
     let cpus = Cpus::allowed().filter(|cpus| threads <= cpus.count());
-    let home = cpus.as_ref().map(|cpus| {
-        let others = (1..threads).filter_map(|i| cpus.get(i)).collect();
-        Box::new(First { cpu: cpus.get(0).unwrap_or(0), others }) as Box<dyn Home>
-    });
-    let begin = move |i| {
+    Pool::starting(threads, move |i| {
         if let Some(cpu) = cpus.as_ref().and_then(|cpus| cpus.get(i)) {
             // Where the system refuses it, the thread runs as the others do.
             let _ = pin(cpu);
         }
-    };
-    Pool::starting(threads, begin, home)
-}
-
-/// The processor of callers, and those of the other threads.
-struct First {
-    cpu: usize,
-    others: Vec<usize>,
-}
-
-impl Home for First {
-    fn is_left(&self) -> bool {
-        current().is_some_and(|cpu| self.others.contains(&cpu))
-    }
-
-    fn within(&self, f: &mut dyn FnMut()) {
-        let before = mask_of_this_thread().filter(|_| pin(self.cpu));
-        f();
-        if let Some(before) = before {
-            let _ = set_mask(&before);
-        }
-    }
+    })
 }
 
 /// How many threads suit this machine: one to a core, and no more than this process is given time for.
@@ -93,57 +67,35 @@ pub fn default_threads() -> usize {
 }
 
 /// Room for the processors of the largest machines, in bits.
+#[cfg(target_os = "linux")]
 type Mask = [u64; 128];
 
-/// The processors of a mask.
+#[cfg(target_os = "linux")]
 fn allowed() -> Option<Vec<usize>> {
-    let mask = mask_of_this_thread()?;
+    let mut mask: Mask = [0; 128];
+    // SAFETY: the system writes at most as many bytes as it is told there are.
+    let done = unsafe { libc::sched_getaffinity(0, size_of::<Mask>(), (&raw mut mask).cast()) };
     let is_set = |&cpu: &usize| mask[cpu / 64] >> (cpu % 64) & 1 == 1;
-    Some((0..size_of::<Mask>() * 8).filter(is_set).collect())
+    (done == 0).then(|| (0..size_of::<Mask>() * 8).filter(is_set).collect())
+}
+
+#[cfg(not(target_os = "linux"))]
+fn allowed() -> Option<Vec<usize>> {
+    None
 }
 
 /// Keeps this thread to one processor, and the threads that it starts; false where the system refuses.
+#[cfg(target_os = "linux")]
 fn pin(cpu: usize) -> bool {
     let mut mask: Mask = [0; 128];
     let Some(word) = mask.get_mut(cpu / 64) else { return false };
     *word = 1 << (cpu % 64);
-    set_mask(&mask)
-}
-
-/// The processor that this thread is on.
-#[cfg(target_os = "linux")]
-fn current() -> Option<usize> {
-    // SAFETY: it takes nothing and gives a number, -1 where it knows none.
-    usize::try_from(unsafe { libc::sched_getcpu() }).ok()
-}
-
-#[cfg(not(target_os = "linux"))]
-fn current() -> Option<usize> {
-    None
-}
-
-/// The processors that this thread may run on.
-#[cfg(target_os = "linux")]
-fn mask_of_this_thread() -> Option<Mask> {
-    let mut mask: Mask = [0; 128];
-    // SAFETY: the system writes at most as many bytes as it is told there are.
-    let done = unsafe { libc::sched_getaffinity(0, size_of::<Mask>(), (&raw mut mask).cast()) };
-    (done == 0).then_some(mask)
-}
-
-#[cfg(not(target_os = "linux"))]
-fn mask_of_this_thread() -> Option<Mask> {
-    None
-}
-
-#[cfg(target_os = "linux")]
-fn set_mask(mask: &Mask) -> bool {
     // SAFETY: the system reads as many bytes as it is told there are.
-    unsafe { libc::sched_setaffinity(0, size_of::<Mask>(), (&raw const *mask).cast()) == 0 }
+    unsafe { libc::sched_setaffinity(0, size_of::<Mask>(), (&raw const mask).cast()) == 0 }
 }
 
 #[cfg(not(target_os = "linux"))]
-fn set_mask(_: &Mask) -> bool {
+fn pin(_: usize) -> bool {
     false
 }
 
@@ -172,24 +124,5 @@ mod tests {
         assert_eq!((seen.count(), seen.get(0)), (1, Some(last)));
         assert_eq!(Cpus::allowed().unwrap(), all, "another thread was moved");
         assert!(!pin(1 << 20));
-    }
-
-    #[cfg(target_os = "linux")]
-    #[test]
-    fn a_thread_that_has_left_home_is_brought_back_and_not_kept() {
-        let all = Cpus::allowed().unwrap();
-        let (Some(cpu), Some(other)) = (all.get(0), all.get(1)) else { return };
-        let both = Cpus::of(vec![cpu, other], |cpu| cpu.to_string());
-        let work = move || {
-            let home = First { cpu, others: vec![other] };
-            assert!(pin(other) && home.is_left());
-            let mut mask: Mask = [0; 128];
-            [cpu, other].iter().for_each(|cpu| mask[cpu / 64] |= 1 << (cpu % 64));
-            assert!(set_mask(&mask));
-            home.within(&mut || assert_eq!((current(), home.is_left()), (Some(cpu), false)));
-            let kept = Cpus::of(allowed().unwrap(), |cpu| cpu.to_string());
-            assert_eq!(kept.count(), both.count(), "the thread is still kept");
-        };
-        std::thread::spawn(work).join().unwrap();
     }
 }

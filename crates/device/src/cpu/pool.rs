@@ -1,15 +1,14 @@
 //! The host's threads for kernels.
 //!
 //! A decode step of a small model runs hundreds of short kernels, so starting one must cost about a
-//! microsecond: idle threads look for work for a moment before they sleep. The moment is short, shorter still
-//! while others are on the processors, and nobody waits at a barrier: a caller whose helpers are held up does
-//! their tasks itself.
+//! microsecond: idle threads look for work for a moment before they sleep. The moment is short, most of
+//! it leaves the processor to whoever else wants it, and nobody waits at a barrier: a caller whose
+//! helpers are held up does their tasks itself.
 
 use std::any::Any;
-use std::ops::RangeInclusive;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::PoisonError;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use crate::parallel::Parallel;
 use crate::sync::atomic::{AtomicBool, AtomicUsize, Ordering, fence};
@@ -18,17 +17,6 @@ use crate::sync::{Arc, Cell, Condvar, Mutex, MutexGuard, spin_until};
 
 /// How long a thread looks for work before it sleeps. Two kernels of a step are closer than this.
 const SPIN: Duration = Duration::from_micros(50);
-
-/// The same of a worker while others are on the processors. What it looks for comes once the caller has its
-/// processor back; time that it looks until then is taken from its own turns.
-const SPIN_AMONG_OTHERS: Duration = Duration::from_micros(5);
-
-/// A worker that sleeps for so long in the midst of work waits for a thread whose processor somebody else
-/// has: nothing in a step takes as long, and who comes after a longer time had nothing to do.
-const TAKEN_OFF: RangeInclusive<Duration> = Duration::from_millis(1)..=Duration::from_millis(20);
-
-/// How long it is taken to be so after that.
-const AMONG_OTHERS: Duration = Duration::from_millis(20);
 
 /// Threads that are kept; the caller of [`run`](Parallel::run) is one of them.
 ///
@@ -46,20 +34,15 @@ impl Pool {
     /// # Panics
     /// When the operating system cannot start a thread.
     pub fn new(threads: usize) -> Self {
-        Self::starting(threads, |_| (), None)
+        Self::starting(threads, |_| ())
     }
 
     /// As [`new`](Self::new); each thread that is started first calls `begin` with its number, from 1.
-    /// Callers have `home`.
     ///
     /// # Panics
     /// As [`new`](Self::new).
-    pub fn starting(
-        threads: usize,
-        begin: impl Fn(usize) + Clone + Send + 'static,
-        home: Option<Box<dyn Home>>,
-    ) -> Self {
-        let state = Arc::new(State::new(home));
+    pub fn starting(threads: usize, begin: impl Fn(usize) + Clone + Send + 'static) -> Self {
+        let state = Arc::new(State::new());
         let workers = (1..threads)
             .map(|i| {
                 let (state, begin) = (Arc::clone(&state), begin.clone());
@@ -105,15 +88,6 @@ impl Drop for Pool {
     }
 }
 
-/// The processor that callers of a pool should be on, where its other threads have theirs.
-pub trait Home: Send + Sync {
-    /// Whether the calling thread is on one of the other threads'.
-    fn is_left(&self) -> bool;
-
-    /// Calls `f` while the calling thread is kept to its own.
-    fn within(&self, f: &mut dyn FnMut());
-}
-
 /// The function and number of tasks of the run in progress.
 #[derive(Clone, Copy)]
 struct Job {
@@ -142,7 +116,6 @@ struct State {
     sleeping_workers: AtomicUsize,
     finished: Condvar,
     caller_sleeps: AtomicBool,
-    home: Option<Box<dyn Home>>,
 }
 
 // SAFETY: `job` is the only field that is not Sync by itself. It is written by the holder of `busy`
@@ -154,7 +127,7 @@ unsafe impl Sync for State {}
 unsafe impl Send for State {}
 
 impl State {
-    fn new(home: Option<Box<dyn Home>>) -> Self {
+    fn new() -> Self {
         fn nothing(_: usize) {}
         Self {
             busy: AtomicBool::new(false),
@@ -169,7 +142,6 @@ impl State {
             sleeping_workers: AtomicUsize::new(0),
             finished: Condvar::new(),
             caller_sleeps: AtomicBool::new(false),
-            home,
         }
     }
 
@@ -179,9 +151,6 @@ impl State {
 
     /// Runs all tasks; called by the holder of `busy`. Returns the first panic.
     fn run(&self, tasks: usize, f: &(dyn Fn(usize) + Sync)) -> Option<Box<dyn Any + Send>> {
-        if let Some(home) = self.home.as_ref().filter(|home| home.is_left()) {
-            home.within(&mut || ());
-        }
         // SAFETY: only the lifetime changes. This function returns after every task has finished, and
         // nobody follows the pointer later, so the borrow is not outlived.
         let f = unsafe {
@@ -244,37 +213,23 @@ impl State {
         if spin_until(SPIN, finished) {
             return;
         }
-        let mut sleep = || {
-            self.caller_sleeps.store(true, Ordering::Relaxed);
-            fence(Ordering::SeqCst);
-            let mut guard = self.lock();
-            while !finished() {
-                guard = self.finished.wait(guard).unwrap_or_else(PoisonError::into_inner);
-            }
-            drop(guard);
-            self.caller_sleeps.store(false, Ordering::Relaxed);
-        };
-        match &self.home {
-            Some(home) => home.within(&mut sleep),
-            None => sleep(),
+        self.caller_sleeps.store(true, Ordering::Relaxed);
+        fence(Ordering::SeqCst);
+        let mut guard = self.lock();
+        while !finished() {
+            guard = self.finished.wait(guard).unwrap_or_else(PoisonError::into_inner);
         }
+        drop(guard);
+        self.caller_sleeps.store(false, Ordering::Relaxed);
     }
 
     fn work_until_stopped(&self) {
         let stopped = || self.stop.load(Ordering::SeqCst);
         let has_work = || self.untaken.0.load(Ordering::Relaxed) > 0;
-        // When the last sleep ended that was for a processor's sake.
-        let mut taken_off: Option<Instant> = None;
         while !stopped() {
-            if self.work() {
+            if self.work() || spin_until(SPIN, || has_work() || stopped()) {
                 continue;
             }
-            let is_recent = |end: Instant| end.elapsed() < AMONG_OTHERS;
-            let spin = if taken_off.is_some_and(is_recent) { SPIN_AMONG_OTHERS } else { SPIN };
-            if spin_until(spin, || has_work() || stopped()) {
-                continue;
-            }
-            let begin = Instant::now();
             let mut guard = self.lock();
             self.sleeping_workers.fetch_add(1, Ordering::Relaxed);
             fence(Ordering::SeqCst);
@@ -282,10 +237,6 @@ impl State {
                 guard = self.work_or_stop.wait(guard).unwrap_or_else(PoisonError::into_inner);
             }
             self.sleeping_workers.fetch_sub(1, Ordering::Relaxed);
-            drop(guard);
-            if TAKEN_OFF.contains(&begin.elapsed()) {
-                taken_off = Some(Instant::now());
-            }
         }
     }
 }
@@ -337,38 +288,6 @@ mod tests {
             });
         }
         assert_eq!(done.into_inner(), 10);
-    }
-
-    /// A home that everyone has left, and how often they came back to it.
-    struct Visited(Arc<AtomicUsize>);
-
-    impl Home for Visited {
-        fn is_left(&self) -> bool {
-            true
-        }
-
-        fn within(&self, f: &mut dyn FnMut()) {
-            self.0.fetch_add(1, Ordering::Relaxed);
-            f();
-        }
-    }
-
-    #[test]
-    fn a_caller_comes_home_before_a_run_and_sleeps_there() {
-        let visits = Arc::new(AtomicUsize::new(0));
-        let pool = Pool::starting(2, |_| (), Some(Box::new(Visited(Arc::clone(&visits)))));
-        let caller = thread::current().id();
-        let met = std::sync::Barrier::new(2);
-        pool.run(2, &|_| {
-            assert_eq!(visits.load(Ordering::Relaxed), 1, "the tasks began elsewhere");
-            met.wait();
-            if thread::current().id() != caller {
-                while visits.load(Ordering::Relaxed) < 2 {
-                    std::thread::yield_now();
-                }
-            }
-        });
-        assert_eq!(visits.load(Ordering::Relaxed), 2);
     }
 
     #[test]
