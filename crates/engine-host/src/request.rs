@@ -80,6 +80,8 @@ pub(crate) struct Tracked {
     /// How many more the step that is being run computes.
     pub in_step: usize,
     pub cached: usize,
+    /// Whether it gave up tokens that it had computed: what it finds then may be its own.
+    pub again: bool,
     /// Whether the cached prefix has been asked for since it last started from nothing.
     pub prefix_resolved: bool,
     /// Whether its state is off the device.
@@ -122,6 +124,20 @@ impl Tracked {
             target: self.tokens[target],
             top,
         })
+    }
+
+    /// Nothing of it is computed any more.
+    pub fn give_up_computed(&mut self) {
+        self.again |= self.computed > self.cached;
+        (self.computed, self.prefix_resolved, self.offloaded) = (0, false, false);
+    }
+
+    /// Takes over so many tokens that were computed before it started.
+    pub fn take_cached(&mut self, tokens: usize) {
+        self.computed = tokens;
+        if !self.again {
+            self.cached = self.cached.max(tokens.min(self.prompt_len));
+        }
     }
 
     pub fn generated(&self) -> usize {
@@ -226,6 +242,7 @@ impl Tracked {
             computed: 0,
             in_step: 0,
             cached: 0,
+            again: false,
             prefix_resolved: false,
             offloaded: false,
             max_tokens: 100,

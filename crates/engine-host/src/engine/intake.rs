@@ -93,6 +93,7 @@ impl Engine {
             computed: 0,
             in_step: 0,
             cached: 0,
+            again: false,
             prefix_resolved: false,
             offloaded: false,
             max_tokens,
@@ -283,8 +284,7 @@ pub(super) fn skip_cached_prefix<'a>(
         let applied = entry.resource().apply_cached_prefix(rid, node, walk, &inputs, matched);
         applied.map_err(|e| within(entry, "apply_cached_prefix", e))?;
     }
-    request.computed = matched as usize;
-    request.cached = request.cached.max(request.computed.min(request.prompt_len));
+    request.take_cached(matched as usize);
     Ok(())
 }
 
@@ -412,6 +412,22 @@ mod tests {
         assert_eq!(applied(&set), ["[32]"; 3]);
         skip(&set, &mut request).unwrap();
         assert_eq!(applied(&set), ["[32]"; 3], "asked once");
+    }
+
+    #[test]
+    fn what_a_request_computed_before_it_gave_way_is_not_told_as_cached() {
+        let (set, mut request) = (resources(&[json!({"answer": 96})]), tracked());
+        // It found 32 tokens, and computed 18 itself.
+        (request.computed, request.cached) = (50, 32);
+        request.give_up_computed();
+        skip(&set, &mut request).unwrap();
+        assert_eq!((request.computed, request.cached), (96, 32));
+        // One that gave back what it had found, and computed nothing, may find more.
+        let mut request = tracked();
+        (request.computed, request.cached) = (32, 32);
+        request.give_up_computed();
+        skip(&set, &mut request).unwrap();
+        assert_eq!((request.computed, request.cached), (96, 96));
     }
 
     #[test]

@@ -131,7 +131,7 @@ fn return_to(resources: &ResourceSet, rid: RequestId) -> Option<bool> {
 
 /// Empties a request's state in all resources; it is computed again from its tokens.
 pub(super) fn start_anew(resources: &ResourceSet, request: &mut Tracked) {
-    (request.computed, request.prefix_resolved, request.offloaded) = (0, false, false);
+    request.give_up_computed();
     request.arriving = None;
     for entry in resources.entries().iter().rev() {
         if let Err(e) = entry.resource().reset_request(request.rid, true) {

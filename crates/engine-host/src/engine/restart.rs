@@ -160,10 +160,8 @@ impl Engine {
             if request.computed > 0 {
                 self.stats.preemptions += 1;
             }
-            request.computed = 0;
+            request.give_up_computed();
             request.in_step = 0;
-            request.prefix_resolved = false;
-            request.offloaded = false;
         }
         for (rid, why) in failed {
             self.fail(rid, &why);

@@ -89,8 +89,7 @@ pub(super) fn resume(resources: &ResourceSet, sessions: &mut Sessions, request: 
         start_anew(resources, request);
         return;
     }
-    request.computed = same;
-    request.cached = request.cached.max(same.min(request.prompt_len));
+    request.take_cached(same);
     request.prefix_resolved = true;
 }
 
