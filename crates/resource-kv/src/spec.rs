@@ -164,8 +164,9 @@ impl KvSpec {
             }
         };
         if wanted < 2 {
+            let pages = if wanted == 1 { "page" } else { "pages" };
             return Err(ResourceError::invalid(format!(
-                "{from}: that is {wanted} pages of {page_bytes} bytes; at least 2 are needed, the sink \
+                "{from}: that is {wanted} {pages} of {page_bytes} bytes; at least 2 are needed, the sink \
                  and one for tokens"
             )));
         }
@@ -302,7 +303,7 @@ mod tests {
             (with(r#", "memory": "many""#), "`memory` is \"many\""),
             (with(r#", "memory": "-1GiB""#), "`memory` is \"-1GiB\""),
             (with(r#", "memory": "NaN GiB""#), "`memory` is \"NaN GiB\""),
-            (with(r#", "memory": "1MiB""#), "that is 1 pages"),
+            (with(r#", "memory": "1MiB""#), "that is 1 page of"),
             (with(r#", "dtype": "f64""#), "`dtype` is \"f64\""),
             (with(r#", "page_sise": 8"#), "did you mean `page_size`?"),
         ] {
