@@ -174,13 +174,14 @@ impl DiskStore {
     }
 
     fn write(&self, slot: u32, block: &[u8], page: &[u8]) -> io::Result<()> {
-        // Whoever cuts the file short takes its head, too, and without that it is nobody's at the next start.
-        if self.file.metadata()?.len() < BLOCK {
-            self.file.write_all_at(&head(self.page_bytes), 0)?;
-        }
         let start = self.start(slot);
         self.file.write_all_at(page, start + BLOCK)?;
-        self.file.write_all_at(block, start)
+        self.file.write_all_at(block, start)?;
+        // Whoever cuts the file short takes its head, too, and without that it is nobody's at the next start.
+        // Looked for last: it may be cut in the midst of this.
+        let (mut found, head) = ([0; BLOCK as usize], head(self.page_bytes));
+        self.file.read_exact_at(&mut found, 0)?;
+        if found == head { Ok(()) } else { self.file.write_all_at(&head, 0) }
     }
 }
 

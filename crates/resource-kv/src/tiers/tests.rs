@@ -211,8 +211,10 @@ fn a_file_that_was_cut_or_written_over_while_it_is_used_is_ours_at_the_next_star
     let cut = |len| {
         std::fs::OpenOptions::new().write(true).open(&path).unwrap().set_len(len).unwrap();
     };
-    for len in [0, 100, 512, 600] {
+    // The last is what a write in the midst of which it is cut leaves.
+    for (len, grown) in [(0, 0), (100, 100), (512, 512), (600, 600), (0, 3_000)] {
         cut(len);
+        cut(grown);
         assert_eq!((read(&tiers, 1), read(&tiers, 2)), (None, None), "cut to {len}");
         keep(&mut tiers, 3);
         tiers.forget(tiers.find(3).unwrap());
