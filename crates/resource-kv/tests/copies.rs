@@ -8,20 +8,18 @@ use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::sync::{Arc, Mutex};
 
 use common::*;
-use resource_api::host::{Job, ParallelBody, PlainHost};
 use resource_api::{
-    Device, EngineResourceInfo, FailureReason, HostServices, HostServicesHandle, KvCache,
-    KvCacheHandle, KvPlan, LabelId, NodeId, PrefixInputs, PrefixWalk, RequestOverrides, Resource,
-    Result, TransferEngineInfo, WalkId, build_resource,
+    Device, EngineResourceInfo, FailureReason, KvCache, KvCacheHandle, KvPlan, NodeId,
+    PrefixInputs, PrefixWalk, RequestOverrides, Resource, TransferEngineInfo, WalkId,
+    build_resource,
 };
 use resource_kv::Kv;
 use serde_json::Value;
 
 const WALK: WalkId = WalkId(0);
 
-/// A host that stops whoever asks it for something in the middle of a copy, once, until it is told.
+/// Stops whoever asks the host for something in the middle of a copy, once, until it is told.
 struct Gate {
-    plain: HostServicesHandle,
     is_shut: AtomicBool,
     begun: SyncSender<()>,
     go_on: Mutex<Receiver<()>>,
@@ -33,48 +31,6 @@ impl Gate {
             self.begun.send(()).unwrap();
             self.go_on.lock().unwrap().recv().unwrap();
         }
-    }
-}
-
-impl HostServices for Gate {
-    fn threads(&self) -> u32 {
-        2
-    }
-    fn parallel_for(&self, tasks: u32, body: ParallelBody) {
-        self.pass();
-        (0..tasks).for_each(|task| body.call(task));
-    }
-    fn log(&self, _: u32, _: &str, _: &str) {}
-    fn count(&self, _: &str, _: &str, _: u64) {}
-    fn gauge(&self, _: &str, _: &str, _: f64) {}
-    fn now_nanos(&self) -> u64 {
-        0
-    }
-    fn label_name(&self, label: LabelId) -> String {
-        self.pass();
-        self.plain.label_name(label)
-    }
-    fn label_id(&self, name: &str) -> LabelId {
-        self.plain.label_id(name)
-    }
-    fn walk_name(&self, walk: WalkId) -> String {
-        self.plain.walk_name(walk)
-    }
-    fn node_name(&self, node: NodeId) -> String {
-        self.plain.node_name(node)
-    }
-    fn completed_epoch(&self) -> u64 {
-        u64::MAX
-    }
-    fn reserve_memory(&self, _: Device, _: u64) -> Result<()> {
-        Ok(())
-    }
-    fn release_memory(&self, _: Device, _: u64) {}
-    fn free_memory(&self, _: Device) -> u64 {
-        1 << 30
-    }
-    fn spawn(&self, name: &str, job: Job) -> Result<()> {
-        self.plain.spawn(name, job)
     }
 }
 
@@ -98,19 +54,16 @@ impl Run {
     /// A cache of pages of 4 tokens over these tiers.
     fn over(pages: u32, tiers: &str) -> Self {
         let ((begun, has_begun), (go_on, may_go_on)) = (sync_channel(1), sync_channel(1));
-        let gate = Arc::new(Gate {
-            plain: PlainHost::handle(),
-            is_shut: AtomicBool::new(false),
-            begun,
-            go_on: Mutex::new(may_go_on),
-        });
+        let gate =
+            Arc::new(Gate { is_shut: AtomicBool::new(false), begun, go_on: Mutex::new(may_go_on) });
         let settings = format!(
             r#""pages": {}, "page_size": 4, "max_seq_len": 256, "dtype": "f32",
             {tiers}"#,
             pages + 1
         );
-        let host = HostServicesHandle::new(gate.clone());
-        let mut info = EngineResourceInfo::new(Device::CPU, host);
+        let (host, at) = (TestHost::new(2, 1 << 30), gate.clone());
+        assert!(host.0.hook.set(Box::new(move || at.pass())).is_ok());
+        let mut info = EngineResourceInfo::new(Device::CPU, host.handle());
         let (engine, endpoint) = ("in-process".to_string(), String::new());
         info.transfer_engine_info = Some(TransferEngineInfo { engine, endpoint });
         let built = build_resource::<Kv>(&spec(&settings), &info).unwrap();

@@ -1,8 +1,8 @@
 //! A cache behind its handles, and steps for it.
 #![allow(dead_code)] // each test file uses its own part
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
 
 use resource_api::host::{Job, ParallelBody, PlainHost};
 use resource_api::{
@@ -69,6 +69,8 @@ pub struct TestHostState {
     pub free: AtomicU64,
     pub completed: AtomicU64,
     pub parallel: AtomicU64,
+    /// Called whenever work is to be shared, and when a label's name is asked for.
+    pub hook: OnceLock<Box<dyn Fn() + Send + Sync>>,
     plain: HostServicesHandle,
 }
 
@@ -79,6 +81,7 @@ impl TestHost {
             free: bytes.into(),
             completed: u64::MAX.into(),
             parallel: 0.into(),
+            hook: OnceLock::new(),
             plain: PlainHost::handle(),
         }))
     }
@@ -88,12 +91,19 @@ impl TestHost {
     }
 }
 
+impl TestHostState {
+    fn call_hook(&self) {
+        self.hook.get().into_iter().for_each(|hook| hook());
+    }
+}
+
 impl HostServices for TestHostState {
     fn threads(&self) -> u32 {
         self.threads
     }
     fn parallel_for(&self, tasks: u32, body: ParallelBody) {
         self.parallel.fetch_add(1, Ordering::Relaxed);
+        self.call_hook();
         std::thread::scope(|s| (0..tasks).for_each(|task| drop(s.spawn(move || body.call(task)))));
     }
     fn log(&self, _: u32, _: &str, _: &str) {}
@@ -103,6 +113,7 @@ impl HostServices for TestHostState {
         0
     }
     fn label_name(&self, label: LabelId) -> String {
+        self.call_hook();
         self.plain.label_name(label)
     }
     fn label_id(&self, name: &str) -> LabelId {
