@@ -7,7 +7,8 @@
 
 use std::arch::asm;
 use std::marker::PhantomData;
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::thread::{self, ThreadId};
 
 use super::activations::ActivationBlock;
 use super::format::{BLOCK, QuantizedFormat, ScaleKind, Scales};
@@ -30,9 +31,9 @@ pub(super) fn multiply<F: QuantizedFormat>(
     if !takes::<F>(features, rows) {
         return 0;
     }
-    let mut unpacked = memory.take();
-    dispatch(features, Tiled { task, rows, unpacked: &mut unpacked });
-    memory.give(unpacked);
+    let mut part = memory.take();
+    dispatch(features, Tiled { task, rows, unpacked: &mut part.unpacked });
+    memory.give(part);
     rows
 }
 
@@ -44,7 +45,15 @@ pub(super) fn takes<F: QuantizedFormat>(features: CpuFeatures, rows: usize) -> b
 /// Unpacked weights of every thread that may take part in a product, made by whoever calls for it: a thread
 /// that had its own would allocate in the step in which it first comes in time to take part.
 #[derive(Debug, Default)]
-pub(super) struct Memory(Mutex<Vec<Vec<Unpacked>>>);
+pub(super) struct Memory(Mutex<Vec<Part>>);
+
+/// What one thread has at a time.
+#[derive(Debug, Default)]
+struct Part {
+    /// Who had it last, and has it in the cache of its processor.
+    of: Option<ThreadId>,
+    unpacked: Vec<Unpacked>,
+}
 
 impl Memory {
     /// Makes room for `threads` to multiply panels of so many inputs, each of them `panels` in one task.
@@ -52,25 +61,34 @@ impl Memory {
         let blocks = inputs / BLOCK;
         let need = panels.min(together(blocks)) * blocks;
         let parts = self.0.get_mut().unwrap_or_else(PoisonError::into_inner);
-        parts.resize_with(parts.len().max(threads), Vec::new);
-        for part in parts {
-            part.resize(part.len().max(need), Unpacked::NOTHING);
+        parts.resize_with(parts.len().max(threads), Part::default);
+        for Part { unpacked, .. } in parts {
+            unpacked.resize(unpacked.len().max(need), Unpacked::NOTHING);
         }
     }
 
-    fn take(&self) -> Vec<Unpacked> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).pop().unwrap_or_default()
+    fn parts(&self) -> MutexGuard<'_, Vec<Part>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn give(&self, unpacked: Vec<Unpacked>) {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).push(unpacked);
+    /// What the calling thread had last, or else what nobody has had.
+    fn take(&self) -> Part {
+        let own = Some(thread::current().id());
+        let mut parts = self.parts();
+        let had_by = |of| parts.iter().position(|part| part.of == of);
+        let at = had_by(own).or_else(|| had_by(None)).or(parts.len().checked_sub(1));
+        let part = at.map(|at| parts.swap_remove(at)).unwrap_or_default();
+        Part { of: own, ..part }
+    }
+
+    fn give(&self, part: Part) {
+        self.parts().push(part);
     }
 
     /// Where each thread's begins.
     #[cfg(test)]
     pub(super) fn places(&self) -> std::collections::BTreeSet<*const u8> {
-        let parts = self.0.lock().unwrap();
-        parts.iter().map(|part| part.as_ptr().cast()).collect()
+        self.parts().iter().map(|part| part.unpacked.as_ptr().cast()).collect()
     }
 }
 
@@ -354,5 +372,29 @@ impl Drop for Tiles {
     fn drop(&mut self) {
         // SAFETY: as for setting them up; nothing uses what they hold.
         unsafe { asm!("tilerelease", options(nostack, nomem, preserves_flags)) };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_thread_has_the_memory_again_that_it_had_last() {
+        let mut memory = Memory::default();
+        memory.fit(2, 1, BLOCK);
+        let turn = |memory: &Memory| {
+            let part = memory.take();
+            let place = part.unpacked.as_ptr().addr();
+            memory.give(part);
+            place
+        };
+        let own = turn(&memory);
+        let others = thread::scope(|s| s.spawn(|| [(); 3].map(|()| turn(&memory))).join().unwrap());
+        assert_ne!(others[0], own);
+        assert_eq!((others, turn(&memory)), ([others[0]; 3], own));
+        // More than there is room for take what is there, and nobody waits.
+        let both = [memory.take(), memory.take(), memory.take()];
+        assert_eq!(both.map(|part| part.unpacked.len()), [1, 1, 0]);
     }
 }
